@@ -1,0 +1,76 @@
+"""Digests: canonical JSON, and SHA-256 of arrays over 1-MiB leaves.
+
+An array's digest is the SHA-256 over a tagged header (dtype, shape) and the SHA-256 of each of its 1-MiB leaves, in
+C order and little-endian. Leaves are hashed in parallel (hashlib releases the GIL), and a damaged array names the leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+import functools
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+LEAF_BYTES = 1 << 20
+
+
+def canonical_json(document: Any) -> bytes:
+    """The one byte string of a JSON document: sorted keys, no spaces, ASCII; NaN and infinities are refused."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def json_digest(document: Any) -> str:
+    """SHA-256 (hex) of the canonical JSON of `document`."""
+    return hashlib.sha256(canonical_json(document)).hexdigest()
+
+
+def array_bytes(array: np.ndarray) -> memoryview:
+    """The array's bytes in C order, little-endian, without a copy where the array already lies that way."""
+    array = np.ascontiguousarray(array)
+    if sys.byteorder == "big" and array.dtype.itemsize > 1:
+        array = array.byteswap()
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def leaf_digests(array: np.ndarray) -> list[str]:
+    """SHA-256 (hex) of each 1-MiB leaf of the array's bytes, in order; at least one leaf, also for an empty array."""
+    raw = array_bytes(array)
+    leaves = [raw[i : i + LEAF_BYTES] for i in range(0, max(len(raw), 1), LEAF_BYTES)]
+    return [d.hex() for d in _map(_sha256, leaves)]
+
+
+def combine_leaves(dtype: str, shape: tuple[int, ...], leaves: list[str]) -> str:
+    """The array digest that belongs to these leaf digests."""
+    return json_digest({"dtype": dtype, "shape": list(shape), "leaves": leaves})
+
+
+def array_digest(array: np.ndarray) -> str:
+    """SHA-256 (hex) of an array: dtype, shape and every bit of its content."""
+    return combine_leaves(array.dtype.name, array.shape, leaf_digests(array))
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256(raw: memoryview) -> bytes:
+    return hashlib.sha256(raw).digest()
+
+
+def _map(function, items: list) -> Iterator:
+    if len(items) < 2:
+        return map(function, items)
+    return _pool().map(function, items)
+
+
+@functools.cache
+def _pool() -> futures.ThreadPoolExecutor:
+    return futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="sha256")

@@ -1,0 +1,110 @@
+"""Every error that kvgraft_jax raises on purpose: what was given, what was wanted, what to do.
+
+All derive from `KVGraftError`. Errors that Python users also expect under a built-in name (`ValueError`,
+`LookupError`) derive from that as well, so `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+
+class KVGraftError(Exception):
+    """Base class of all errors of this package."""
+
+
+class ConfigError(KVGraftError, ValueError):
+    """A model configuration, shape, dtype or setting that this package does not accept."""
+
+
+class InputError(KVGraftError, ValueError):
+    """Token ids, text or provenance that cannot be used: empty, out of range, of the wrong type."""
+
+
+class CapacityError(InputError):
+    """More tokens than the cache has slots for; raised before any compute."""
+
+
+class WeightsError(KVGraftError):
+    """A checkpoint that is missing, truncated, foreign, or does not hold the tensors that the model needs."""
+
+
+class TokenizerError(KVGraftError):
+    """Tokenizer files that cannot be read, or a text call on a model that was loaded without a tokenizer."""
+
+
+class SeamError(TokenizerError):
+    """A text cut at a place where the tokenizer merges across the seam, so the parts are not a true prefix and suffix."""
+
+
+class DeterminismError(KVGraftError):
+    """XLA is not running in the configuration on which the exactness claims rest."""
+
+
+class CaptureError(KVGraftError):
+    """A state that must not be deposited: empty, holding NaN, or lacking rows that the policy asks for."""
+
+
+class WindowError(CaptureError):
+    """Rows outside the sliding window are needed, but the state or artifact holds only the visible ones."""
+
+
+class ArtifactNotFound(KVGraftError, LookupError):
+    """No artifact of that id in that directory."""
+
+
+class IntegrityError(KVGraftError):
+    """Stored bytes are not the bytes that were deposited.
+
+    Attributes:
+      artifact: the artifact id (or path) that was being read.
+      field: which file, array or manifest field failed the check.
+    """
+
+    def __init__(self, artifact: str, field: str, reason: str):
+        super().__init__(f"artifact {artifact}: {field}: {reason}")
+        self.artifact = artifact
+        self.field = field
+        self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldDifference:
+    """One field in which two pins differ. `MISSING` stands for a field that one of them does not have."""
+
+    field: str
+    ours: Any
+    theirs: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}: {_short(self.ours)} here, {_short(self.theirs)} there"
+
+
+class PinMismatch(KVGraftError):
+    """An artifact made under another model, program or machine than the engine it is grafted into.
+
+    Attributes:
+      differences: the fields that differ, as `FieldDifference`s; never empty.
+    """
+
+    def __init__(self, artifact_id: str, differences: Sequence[FieldDifference]):
+        self.artifact_id = artifact_id
+        self.differences = tuple(differences)
+        lines = "\n".join(f"  {difference}" for difference in self.differences)
+        super().__init__(
+            f"artifact {artifact_id} was made under another pin and would not be bit-exact here. "
+            f"{len(self.differences)} field(s) differ (engine here, artifact there):\n{lines}\n"
+            "Deposit the text again with this engine, or build an engine with the artifact's settings."
+        )
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields that differ."""
+        return tuple(difference.field for difference in self.differences)
+
+
+def _short(value: Any, limit: int = 96) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

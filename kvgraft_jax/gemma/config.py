@@ -1,0 +1,128 @@
+"""What a Gemma text decoder is made of, as frozen data: the one description that model, cache, loaders and pin share.
+
+The two attention kinds (sliding window, full) may differ in head width, key/value heads and rotary encoding; which
+layer is of which kind is a tuple. Fields follow GEMMA's public configuration files; the sizes are in `configurations`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvgraft_jax import errors
+
+SLIDING = "sliding"
+FULL = "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryConfig:
+    """Rotary encoding of one attention kind.
+
+    Attributes:
+      base: theta; the frequency of pair i is base^(-2i/H) / scale.
+      scale: linear position scaling; every frequency is divided by it.
+    """
+
+    base: float
+    scale: float = 1.0
+
+    def __post_init__(self):
+        if not self.base > 1:
+            raise errors.ConfigError(f"rotary base: got {self.base}, wanted a number above 1")
+        if not self.scale > 0:
+            raise errors.ConfigError(f"rotary scale: got {self.scale}, wanted a number above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """One attention kind.
+
+    Attributes:
+      num_kv_heads: K, key/value heads.
+      head_dim: H, head width; even.
+      rotary: rotary encoding of queries and keys.
+      window: keys that a query sees, itself included; None means all earlier ones.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotaryConfig
+    window: int | None = None
+
+    def __post_init__(self):
+        if self.head_dim <= 0 or self.head_dim % 2:
+            raise errors.ConfigError(f"head_dim: got {self.head_dim}, wanted an even number above 0")
+        if self.num_kv_heads <= 0:
+            raise errors.ConfigError(f"num_kv_heads: got {self.num_kv_heads}, wanted 1 or more")
+        if self.window is not None and self.window < 2:
+            raise errors.ConfigError(f"window: got {self.window}, wanted 2 or more, or None")
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmaConfig:
+    """A Gemma text decoder.
+
+    Attributes:
+      name: for people and messages; not part of what the pin compares.
+      vocab_size: V.
+      embed_dim: D, model width.
+      hidden_dim: F, feed-forward width.
+      num_heads: N, query heads of every layer.
+      layer_kinds: SLIDING or FULL per layer, in order; its length is the number of layers L.
+      sliding, full: the two attention kinds.
+      query_scale: attention logits are multiplied by this.
+      norm_eps: epsilon of every RMSNorm.
+      max_positions: positions for which the model was trained.
+      pad_id, bos_id: special tokens.
+      stop_ids: generation ends on any of these.
+    """
+
+    name: str
+    vocab_size: int
+    embed_dim: int
+    hidden_dim: int
+    num_heads: int
+    layer_kinds: tuple[str, ...]
+    sliding: AttentionConfig
+    full: AttentionConfig
+    query_scale: float
+    norm_eps: float = 1e-6
+    max_positions: int = 32768
+    pad_id: int = 0
+    bos_id: int = 2
+    stop_ids: tuple[int, ...] = (1,)
+
+    def __post_init__(self):
+        for field in ("vocab_size", "embed_dim", "hidden_dim", "num_heads", "max_positions"):
+            if getattr(self, field) <= 0:
+                raise errors.ConfigError(f"{field}: got {getattr(self, field)}, wanted 1 or more")
+        if not self.layer_kinds or set(self.layer_kinds) - {SLIDING, FULL}:
+            raise errors.ConfigError(
+                f"layer_kinds: got {self.layer_kinds!r}, wanted one or more of {SLIDING!r} and {FULL!r}"
+            )
+        if self.sliding.window is None or self.full.window is not None:
+            raise errors.ConfigError("window: the sliding kind needs one and the full kind must have none")
+        for kind in (self.sliding, self.full):
+            if self.num_heads % kind.num_kv_heads:
+                raise errors.ConfigError(f"num_heads: got {self.num_heads}, wanted a multiple of {kind.num_kv_heads}")
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layer_kinds)
+
+    def attention(self, layer: int) -> AttentionConfig:
+        """The attention kind of layer `layer`."""
+        return self.sliding if self.layer_kinds[layer] == SLIDING else self.full
+
+    def document(self) -> dict[str, Any]:
+        """The configuration as plain JSON data, without its name: what decides the numbers."""
+        document = dataclasses.asdict(self)
+        del document["name"]
+        return document
+
+
+def repeating_kinds(num_layers: int, period: int = 6) -> tuple[str, ...]:
+    """Layer kinds in which every `period`-th layer (the 6th, the 12th, ...) is full and the others slide."""
+    return tuple(FULL if (layer + 1) % period == 0 else SLIDING for layer in range(num_layers))
