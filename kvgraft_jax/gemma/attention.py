@@ -1,0 +1,155 @@
+"""Attention in two passes over K/V blocks that lie at absolute positions, and the layer that wires it.
+
+First pass: maximum and sum of the exponentials over the blocks. Second pass: probabilities, rounded to the model
+dtype as in the reference model, times values, accumulated in float32 and rounded once. A block without a visible key
+is an exact identity in both passes, so neither the cache's size nor the rows beyond the valid ones touch a bit.
+"""
+
+from __future__ import annotations
+
+from flax import linen as nn
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import layers
+from kvgraft_jax.gemma import rotary as rotary_lib
+
+MASKED = -1e30  # finite: exp(MASKED - MASKED) is 1, where infinities would give NaN
+
+
+def visible(query_T: jax.Array, slot_S: jax.Array, end: jax.Array, window: int | None) -> jax.Array:
+    """Which slots a query may see: earlier or own position, written, and inside the window.
+
+    Args:
+      query_T: int32 [T] positions of the queries.
+      slot_S: int32 [S] slots, which are the positions of the keys.
+      end: int32 scalar; slots from here on are unwritten, or written by idle lanes.
+      window: keys a query sees, itself included; None means all.
+
+    Returns:
+      bool [T, S].
+    """
+    distance_TxS = query_T[:, None] - slot_S[None, :]
+    seen_TxS = (distance_TxS >= 0) & (slot_S < end)[None, :]
+    return seen_TxS if window is None else seen_TxS & (distance_TxS < window)
+
+
+def block_attention(
+    q_rot_TxNxH: jax.Array,
+    layer: cache_lib.LayerCache,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    kv_block: int,
+) -> jax.Array:
+    """Causal attention of T lanes over the written slots of one layer.
+
+    Math: softmax(scale q k^T + mask) v, with the softmax in float32 and every other step rounded to the model dtype.
+    Exact: a lane's result depends on its own query and its visible rows alone, bit for bit: not on other lanes, on
+      unwritten slots, or on the number of slots.
+
+    Args:
+      q_rot_TxNxH: [T, N, H] queries at positions start..start+T-1.
+      layer: keys and values, rows of these T positions written already.
+      start: int32 scalar.
+      count: int32 scalar; lanes from here on are idle.
+      scale: multiplies the logits.
+      window: sliding window, or None.
+      kv_block: slots per block.
+
+    Returns:
+      [T, N, H] in q's dtype.
+    """
+    dtype = q_rot_TxNxH.dtype
+    num_lanes, num_heads, head_dim = q_rot_TxNxH.shape
+    num_kv_heads = layer.k_rot_SxKxH.shape[1]
+    q_KxGxTxH = q_rot_TxNxH.reshape(num_lanes, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
+    query_T = start + jnp.arange(num_lanes, dtype=jnp.int32)
+    end = start + count
+    oldest = jnp.maximum(start - (window - 1), 0) if window else jnp.zeros_like(start)
+    first_block, last_block = oldest // kv_block, (end - 1) // kv_block + 1
+
+    def logits(block):
+        k_rot_SxKxH = lax.dynamic_slice_in_dim(layer.k_rot_SxKxH, block * kv_block, kv_block)
+        logits_KxGxTxS = layers.dot("KGTH,SKH->KGTS", q_KxGxTxH, k_rot_SxKxH).astype(dtype)
+        slot_S = block * kv_block + jnp.arange(kv_block, dtype=jnp.int32)
+        mask_TxS = visible(query_T, slot_S, end, window)
+        wide_KxGxTxS = layers.scaled(logits_KxGxTxS, scale).astype(jnp.float32)
+        return jnp.where(mask_TxS[None, None], wide_KxGxTxS, MASKED), mask_TxS
+
+    def first_pass(block, carry):
+        max_KxGxT, sum_KxGxT = carry
+        logits_KxGxTxS, mask_TxS = logits(block)
+        new_max_KxGxT = jnp.maximum(max_KxGxT, jnp.max(logits_KxGxTxS, axis=-1))
+        exp_KxGxTxS = jnp.where(mask_TxS[None, None], jnp.exp(logits_KxGxTxS - new_max_KxGxT[..., None]), 0.0)
+        rescaled_KxGxT = sum_KxGxT * jnp.exp(max_KxGxT - new_max_KxGxT)
+        return new_max_KxGxT, rescaled_KxGxT + jnp.sum(exp_KxGxTxS, axis=-1)
+
+    def second_pass(block, out_KxGxTxH):
+        logits_KxGxTxS, mask_TxS = logits(block)
+        p_KxGxTxS = jnp.exp(logits_KxGxTxS - max_KxGxT[..., None]) / sum_KxGxT[..., None]
+        p_KxGxTxS = jnp.where(mask_TxS[None, None], p_KxGxTxS, 0.0).astype(dtype)
+        slot_S = block * kv_block + jnp.arange(kv_block, dtype=jnp.int32)
+        readable_S = (slot_S >= oldest) & (slot_S < end)
+        v_SxKxH = lax.dynamic_slice_in_dim(layer.v_SxKxH, block * kv_block, kv_block)
+        v_SxKxH = jnp.where(readable_S[:, None, None], v_SxKxH, jnp.zeros((), dtype))  # 0 x NaN is NaN
+        return out_KxGxTxH + layers.dot("KGTS,SKH->KGTH", p_KxGxTxS, v_SxKxH)
+
+    rows = q_KxGxTxH.shape[:3]
+    empty = (jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32))
+    max_KxGxT, sum_KxGxT = lax.fori_loop(first_block, last_block, first_pass, empty)
+    out_KxGxTxH = lax.fori_loop(first_block, last_block, second_pass, jnp.zeros((*rows, head_dim), jnp.float32))
+    return out_KxGxTxH.astype(dtype).transpose(2, 0, 1, 3).reshape(num_lanes, num_heads, head_dim)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: project, norm, rotate, write to the cache, attend, project back.
+
+    Attributes:
+      config: the decoder.
+      attention: this layer's attention kind.
+      kv_block: slots per block.
+    """
+
+    config: config_lib.GemmaConfig
+    attention: config_lib.AttentionConfig
+    kv_block: int
+
+    def setup(self):
+        embed_dim, num_heads = self.config.embed_dim, self.config.num_heads
+        num_kv_heads, head_dim = self.attention.num_kv_heads, self.attention.head_dim
+        self.q_proj = layers.Linear("TD,DNH->TNH", (embed_dim, num_heads, head_dim), embed_dim)
+        self.k_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim), embed_dim)
+        self.v_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim), embed_dim)
+        self.o_proj = layers.Linear("TNH,NHD->TD", (num_heads, head_dim, embed_dim), num_heads * head_dim)
+        self.q_norm = layers.RMSNorm(self.config.norm_eps)
+        self.k_norm = layers.RMSNorm(self.config.norm_eps)
+
+    def __call__(
+        self,
+        x_TxD: jax.Array,
+        table_TxR: rotary_lib.RotaryTable,
+        layer: cache_lib.LayerCache,
+        start: jax.Array,
+        count: jax.Array,
+    ) -> tuple[jax.Array, cache_lib.LayerCache]:
+        """Args: x [T, D]; the rotary rows of these T positions; the layer's cache. Returns: [T, D], the new cache."""
+        cos_TxR, sin_TxR = table_TxR.cos_SxR, table_TxR.sin_SxR
+        q_rot_TxNxH = rotary_lib.rotate(self.q_norm(self.q_proj(x_TxD)), cos_TxR, sin_TxR)
+        k_rot_TxKxH = rotary_lib.rotate(self.k_norm(self.k_proj(x_TxD)), cos_TxR, sin_TxR)
+        layer = cache_lib.write_rows(layer, k_rot_TxKxH, self.v_proj(x_TxD), start)
+        out_TxNxH = block_attention(
+            q_rot_TxNxH,
+            layer,
+            start,
+            count,
+            scale=self.config.query_scale,
+            window=self.attention.window,
+            kv_block=self.kv_block,
+        )
+        return self.o_proj(out_TxNxH), layer

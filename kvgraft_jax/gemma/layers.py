@@ -1,0 +1,120 @@
+"""The pieces every block is made of: rounded matrix products, scaling, RMSNorm, embedding and feed-forward layer."""
+
+from __future__ import annotations
+
+import math
+
+from flax import linen as nn
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+
+def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Matrix product accumulated in float32; the caller decides when to round.
+
+    Args:
+      equation: einsum string in the repository's letters.
+      a, b: operands of one dtype, bfloat16 or float32.
+
+    Returns:
+      float32.
+    """
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    """x times a float32 scalar, rounded once to x's dtype (a bare Python scalar would be rounded to bfloat16 first)."""
+    return (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
+
+
+class Linear(nn.Module):
+    """A matrix product with a kernel of any rank, no bias: float32 accumulation, one rounding to x's dtype.
+
+    Attributes:
+      equation: einsum string of input and kernel.
+      shape: shape of the kernel.
+      fan_in: number of elements summed per output, for the initialiser.
+    """
+
+    equation: str
+    shape: tuple[int, ...]
+    fan_in: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        initializer = nn.initializers.normal(self.fan_in**-0.5)
+        kernel = self.param("kernel", initializer, self.shape, x.dtype)
+        return dot(self.equation, x, kernel).astype(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last axis, times (1 + scale); float32 inside, one rounding at the end.
+
+    Math: y = x (mean(x^2) + eps)^(-1/2) (1 + w) (arXiv 1910.07467; the 1 is Gemma's).
+
+    Attributes:
+      eps: epsilon.
+    """
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.zeros_init(), (x.shape[-1],), x.dtype)
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(lax.square(wide), axis=-1, keepdims=True)
+        normed = wide * lax.rsqrt(mean_square + jnp.float32(self.eps))
+        gain = (jnp.float32(1) + scale.astype(jnp.float32)).reshape((1,) * (x.ndim - 1) + (-1,))
+        return (normed * gain).astype(x.dtype)
+
+
+class Embedder(nn.Module):
+    """The token table, shared by the input embedding and the output head.
+
+    Attributes:
+      vocab_size: V.
+      embed_dim: D.
+      dtype: model dtype.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    dtype: jnp.dtype
+
+    def setup(self):
+        initializer = nn.initializers.normal(self.embed_dim**-0.5)
+        self.embedding_VxD = self.param("embedding", initializer, (self.vocab_size, self.embed_dim), self.dtype)
+
+    def encode(self, tokens_T: jax.Array) -> jax.Array:
+        """Embeddings [T, D] times sqrt(D), the square root itself rounded to the model dtype first."""
+        scale = jnp.asarray(math.sqrt(self.embed_dim), jnp.float32).astype(self.dtype)
+        return jnp.take(self.embedding_VxD, tokens_T, axis=0, mode="clip") * scale
+
+    def decode(self, hidden_TxD: jax.Array) -> jax.Array:
+        """Logits [T, V], rounded to the model dtype, widened to float32."""
+        logits_TxV = dot("TD,VD->TV", hidden_TxD, self.embedding_VxD).astype(self.dtype)
+        return logits_TxV.astype(jnp.float32)
+
+
+class FeedForward(nn.Module):
+    """Gated feed-forward layer: down(gelu(gate(x)) * up(x)), gelu in its tanh form (arXiv 1606.08415).
+
+    Attributes:
+      embed_dim: D.
+      hidden_dim: F.
+    """
+
+    embed_dim: int
+    hidden_dim: int
+
+    def setup(self):
+        self.gate_proj = Linear("TD,DF->TF", (self.embed_dim, self.hidden_dim), self.embed_dim)
+        self.up_proj = Linear("TD,DF->TF", (self.embed_dim, self.hidden_dim), self.embed_dim)
+        self.down_proj = Linear("TF,FD->TD", (self.hidden_dim, self.embed_dim), self.hidden_dim)
+
+    def __call__(self, x_TxD: jax.Array) -> jax.Array:
+        gate_TxF = self.gate_proj(x_TxD)
+        gate_TxF = nn.gelu(gate_TxF.astype(jnp.float32), approximate=True).astype(x_TxD.dtype)
+        return self.down_proj(gate_TxF * self.up_proj(x_TxD))

@@ -1,0 +1,120 @@
+"""Rotary position encoding: frequencies and tables on the host, in one rule; the rotation itself as a pure function.
+
+Tables are computed once with numpy and passed into every jitted function. Computed inside, XLA rewrites the division
+in the angle differently from program to program, and equal positions would get unequal keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import config as config_lib
+
+RULES = ("reference", "correct")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RotaryTable:
+    """Cosines and sines of one attention kind for positions 0..S-1, in the model dtype.
+
+    Attributes:
+      cos_SxR, sin_SxR: [S, R]; R = H / 2 pairs, pair i couples elements i and i + R of a head.
+    """
+
+    cos_SxR: jax.Array
+    sin_SxR: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RotaryTables:
+    """One table per attention kind."""
+
+    sliding: RotaryTable
+    full: RotaryTable
+
+
+def rotary_frequencies(head_dim: int, rotary: config_lib.RotaryConfig, *, rule: str = "reference") -> np.ndarray:
+    """Angle per position of each rotary pair.
+
+    Math: f_i = base^(-2i/H) / scale (RoFormer, arXiv 2104.09864, eq. 15; linear scaling as in Gemma 3's report).
+    Exact: 'reference' rounds where the released models' reference code does: RN32(1 / RN32(base^(2i/H))), the power
+      taken in float64. 'correct' rounds the real number once.
+
+    Args:
+      head_dim: H, even.
+      rotary: base and scale.
+      rule: one of `RULES`; the engine uses 'reference'.
+
+    Returns:
+      float32 [R], radians per position.
+
+    Raises:
+      ConfigError: odd head width or unknown rule.
+    """
+    if head_dim <= 0 or head_dim % 2:
+        raise errors.ConfigError(f"head_dim: got {head_dim}, wanted an even number above 0")
+    if rule not in RULES:
+        raise errors.ConfigError(f"rotary rule: got {rule!r}, wanted one of {RULES}")
+    exponent_R = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    power_R = np.float64(rotary.base) ** exponent_R
+    if rule == "correct":
+        return (1.0 / (power_R * rotary.scale)).astype(np.float32)
+    return np.float32(1) / power_R.astype(np.float32) / np.float32(rotary.scale)
+
+
+def rotary_tables_f32(frequency_R: np.ndarray, num_positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of position times frequency.
+
+    Exact: the angle is RN32(position * frequency); its cosine and sine are taken in float64 and rounded once.
+
+    Args:
+      frequency_R: float32 [R].
+      num_positions: S; at most 2^24, up to which every position is a float32.
+
+    Returns:
+      float32 [S, R] twice: cosine, sine.
+    """
+    if not 0 < num_positions <= 1 << 24:
+        raise errors.ConfigError(f"num_positions: got {num_positions}, wanted 1 to {1 << 24}")
+    angle_SxR = np.arange(num_positions, dtype=np.float32)[:, None] * frequency_R[None, :]
+    wide_SxR = angle_SxR.astype(np.float64)
+    return np.cos(wide_SxR).astype(np.float32), np.sin(wide_SxR).astype(np.float32)
+
+
+def make_tables(config: config_lib.GemmaConfig, num_positions: int, dtype: jnp.dtype) -> RotaryTables:
+    """The tables of both attention kinds on the default device, rounded to the model dtype."""
+
+    def table(attention: config_lib.AttentionConfig) -> RotaryTable:
+        frequency_R = rotary_frequencies(attention.head_dim, attention.rotary)
+        cos_SxR, sin_SxR = rotary_tables_f32(frequency_R, num_positions)
+        return RotaryTable(jnp.asarray(cos_SxR.astype(dtype)), jnp.asarray(sin_SxR.astype(dtype)))
+
+    return RotaryTables(sliding=table(config.sliding), full=table(config.full))
+
+
+def rotate(x_TxNxH: jax.Array, cos_TxR: jax.Array, sin_TxR: jax.Array) -> jax.Array:
+    """Rotates each pair (i, i + R) of every head by its position's angle.
+
+    Math: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+    Exact: in bfloat16 both products and their sum are each rounded to bfloat16, as in the reference model; in
+      float32 the compiler may fuse a product into the sum.
+
+    Args:
+      x_TxNxH: [T, N, H] queries or keys (any number of heads).
+      cos_TxR, sin_TxR: [T, R] rows of the table for these positions, in x's dtype.
+
+    Returns:
+      [T, N, H], dtype of x.
+    """
+    x1_TxNxR, x2_TxNxR = jnp.split(x_TxNxH, 2, axis=-1)
+    cos_Tx1xR, sin_Tx1xR = cos_TxR[:, None, :], sin_TxR[:, None, :]
+    return jnp.concatenate(
+        [x1_TxNxR * cos_Tx1xR - x2_TxNxR * sin_Tx1xR, x2_TxNxR * cos_Tx1xR + x1_TxNxR * sin_Tx1xR], axis=-1
+    )
