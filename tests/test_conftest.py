@@ -8,6 +8,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 PLANTED = """
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -22,7 +23,7 @@ def test_real(weights, layer):
 
 @pytest.mark.gpu
 def test_on_gpu():
-    pass
+    assert jax.default_backend() == "gpu"
 
 def test_rank_promotion_raises():
     with pytest.raises(ValueError, match="rank_promotion"):

@@ -1,0 +1,326 @@
+"""The shape of the repository, checked: file sizes, docstrings, one-way imports, requirement files, no machine paths.
+
+Every check takes a root directory and returns its findings as "file:line: what is wrong", so that each is also run on
+a planted violation: a check that cannot fail proves nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+import graphlib
+import importlib.metadata
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+from packaging import requirements as packaging_requirements
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+MAX_LINES = 399
+# A room imports only rooms before it. The package itself comes last: its public names are lazy.
+ROOMS = ("errors", "notation", "digest", "determinism", "pin", "gemma", "grafting", "engine")
+PROJECT = ("kvgraft_jax", "configs", "experiments", "tests")
+MACHINE_PATHS = tuple("/" + start for start in ("work/", "root/", "home/", "tmp/bash"))
+INSTALLED_TOGETHER = ("requirements.txt", "requirements-dev.txt", "requirements-weights.txt")
+
+
+def _files(root: pathlib.Path) -> list[pathlib.Path]:
+    """All files that belong to the repository: not hidden (except .ci), not generated."""
+    found = []
+    for path in sorted(root.rglob("*")):
+        parts = path.relative_to(root).parts
+        hidden = any(part.startswith(".") and part not in (".ci", ".gitignore") for part in parts)
+        if path.is_file() and not hidden and parts[0] != "out" and "__pycache__" not in parts:
+            found.append(path)
+    return found
+
+
+def _modules(root: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Dotted name to file, for every Python file of the project."""
+    found = {}
+    for path in _files(root):
+        if path.suffix == ".py":
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def _imports(path: pathlib.Path, modules: dict[str, pathlib.Path]) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that a file imports, inside functions too; `from a import b` is a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                known = f"{base}.{alias.name}" in modules or base.split(".")[0] in PROJECT
+                yield node.lineno, f"{base}.{alias.name}" if known else base
+
+
+def _notebook_imports(path: pathlib.Path) -> Iterator[str]:
+    """Top-level packages that a notebook's code cells import."""
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            for line in "".join(cell["source"]).splitlines():
+                if found := re.match(r"\s*(?:import|from)\s+(\w+)", line):
+                    yield found[1]
+
+
+def _rank(module: str) -> int | None:
+    """Place in the one-way order; None for a room without a place."""
+    top, _, rest = module.partition(".")
+    if top == "kvgraft_jax" and rest:
+        room = rest.split(".")[0]
+        return ROOMS.index(room) if room in ROOMS else None
+    return len(ROOMS) + PROJECT.index(top)
+
+
+def long_files(root: pathlib.Path) -> list[str]:
+    """Python files of 400 lines or more."""
+    sizes = {path: len(path.read_text().splitlines()) for path in _modules(root).values()}
+    return [
+        f"{path.relative_to(root)}:{size}: {size} lines, wanted at most {MAX_LINES}; split it"
+        for path, size in sizes.items()
+        if size > MAX_LINES
+    ]
+
+
+def missing_docstrings(root: pathlib.Path) -> list[str]:
+    """Modules without a docstring, and public functions and classes of the library without one."""
+    found = []
+    for module, path in _modules(root).items():
+        source = path.read_text()
+        tree = ast.parse(source)
+        if source.strip() and not ast.get_docstring(tree):
+            found.append(f"{path.relative_to(root)}:1: the module has no docstring")
+        for node in tree.body if module.startswith("kvgraft_jax") else ():
+            is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            if is_definition and not node.name.startswith("_") and not ast.get_docstring(node):
+                found.append(f"{path.relative_to(root)}:{node.lineno}: {node.name} is public and has no docstring")
+    return found
+
+
+def wrong_way_imports(root: pathlib.Path) -> list[str]:
+    """Imports of a later room, of names instead of modules, and anything but ml_collections in a configuration."""
+    found = []
+    modules = _modules(root)
+    for module, path in modules.items():
+        is_project = module.split(".")[0] in PROJECT
+        if is_project and _rank(module) is None:
+            found.append(f"{path.relative_to(root)}:1: {module} has no place in ROOMS")
+            continue
+        for line, target in _imports(path, modules):
+            where = f"{path.relative_to(root)}:{line}: "
+            top = target.split(".")[0]
+            if module.startswith("configs.") and top not in ("ml_collections", "__future__"):
+                found.append(f"{where}a configuration imports {target}, wanted only ml_collections")
+            elif target.startswith("."):
+                found.append(f"{where}relative import {target}; write the module in full")
+            elif top in PROJECT and target not in modules:
+                found.append(f"{where}{target} is no module; import modules, not names")
+            elif top in PROJECT and is_project and (_rank(target) is None or _rank(target) > _rank(module)):
+                found.append(f"{where}{module} imports {target}, which comes after it in {ROOMS}")
+    return found
+
+
+def import_cycles(root: pathlib.Path) -> list[str]:
+    """Modules that import each other, directly or around a circle."""
+    modules = _modules(root)
+    lines = {
+        name: {target: line for line, target in _imports(path, modules) if target in modules}
+        for name, path in modules.items()
+    }
+    try:
+        graphlib.TopologicalSorter(lines).prepare()
+    except graphlib.CycleError as error:
+        imported, importer = error.args[1][:2]
+        where = f"{modules[importer].relative_to(root)}:{lines[importer][imported]}"
+        return [f"{where}: import cycle {' < '.join(error.args[1])}"]
+    return []
+
+
+def machine_paths(root: pathlib.Path) -> list[str]:
+    """Paths of one particular machine, in any text file."""
+    found = []
+    for path in _files(root):
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(lines, 1):
+            found += [f"{path.relative_to(root)}:{number}: {word}" for word in MACHINE_PATHS if word in line]
+    return found
+
+
+def _requirements(root: pathlib.Path, file: str) -> dict[str, tuple[int, packaging_requirements.Requirement]]:
+    """Normalised distribution name to line and requirement, of one requirements file."""
+    found = {}
+    for number, line in enumerate((root / file).read_text().splitlines(), 1):
+        if text := line.partition("#")[0].strip():
+            requirement = packaging_requirements.Requirement(text)
+            found[_normalised(requirement.name)] = number, requirement
+    return found
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _distributions(package: str) -> set[str]:
+    """The installed distributions that bring a top-level package; its own name where it is not installed."""
+    return {_normalised(name) for name in importlib.metadata.packages_distributions().get(package, [package])}
+
+
+def requirement_mistakes(root: pathlib.Path) -> list[str]:
+    """Imports that no requirements file lists, requirements that nothing imports, and pins outside their range."""
+    found = []
+    listed = {file: _requirements(root, file) for file in (*INSTALLED_TOGETHER, "requirements-peers.txt")}
+    lock = _requirements(root, "requirements-lock.txt")
+    modules = _modules(root)
+    used = set()
+    for module, path in modules.items():
+        room = module.split(".")[0]
+        allowed = set(listed["requirements.txt"]) | set(listed["requirements-weights.txt"])
+        allowed |= {"experiments": listed["requirements-peers.txt"], "tests": listed["requirements-dev.txt"]}.get(
+            room, {}
+        ).keys()
+        for line, target in _imports(path, modules):
+            package = target.split(".")[0]
+            if package in sys.stdlib_module_names or package in PROJECT or target.startswith("."):
+                continue
+            used |= _distributions(package)
+            if not _distributions(package) & allowed:
+                found.append(f"{path.relative_to(root)}:{line}: {package} is in no requirements file for {room}")
+    for path in _files(root):
+        if path.suffix == ".ipynb":
+            used |= {name for package in _notebook_imports(path) for name in _distributions(package)}
+    for name, (line, _) in listed["requirements.txt"].items():
+        if name not in used:
+            found.append(f"requirements.txt:{line}: {name} is imported nowhere")
+    for file, entries in listed.items():
+        for name, (line, requirement) in entries.items():
+            if not requirement.specifier:
+                found.append(f"{file}:{line}: {name} has no range")
+            if name not in lock:
+                if file in INSTALLED_TOGETHER:
+                    found.append(f"{file}:{line}: {name} is not in requirements-lock.txt; run: bash workspace.sh lock")
+            elif not requirement.specifier.contains(str(lock[name][1].specifier).removeprefix("==")):
+                found.append(
+                    f"requirements-lock.txt:{lock[name][0]}: {lock[name][1]} is outside {file}'s {requirement}"
+                )
+    return found
+
+
+CHECKS = (long_files, missing_docstrings, wrong_way_imports, import_cycles, machine_paths, requirement_mistakes)
+REQUIREMENTS = {
+    "requirements.txt": "numpy>=2\n",
+    "requirements-dev.txt": "pytest>=9\n",
+    "requirements-weights.txt": "",
+    "requirements-peers.txt": "",
+    "requirements-lock.txt": "numpy==2.4.6\npytest==9.2.0\n",
+    "kvgraft_jax/digest.py": '"""Digests."""\nimport numpy\n',
+}
+VIOLATIONS = {
+    "long": (long_files, {"kvgraft_jax/pin.py": "\n" * 400}, "kvgraft_jax/pin.py:400"),
+    "no module docstring": (missing_docstrings, {"tests/test_a.py": "x = 1\n"}, "tests/test_a.py:1"),
+    "no function docstring": (missing_docstrings, {"kvgraft_jax/pin.py": '"""Pin."""\ndef f(): ...\n'}, "pin.py:2: f"),
+    "no class docstring": (missing_docstrings, {"kvgraft_jax/pin.py": '"""Pin."""\nclass C: ...\n'}, "pin.py:2: C"),
+    "later room": (
+        wrong_way_imports,
+        {"kvgraft_jax/pin.py": "def f():\n    from kvgraft_jax import engine\n", "kvgraft_jax/engine.py": ""},
+        "kvgraft_jax/pin.py:2: kvgraft_jax.pin imports kvgraft_jax.engine",
+    ),
+    "library imports the whole package": (
+        wrong_way_imports,
+        {"kvgraft_jax/__init__.py": "", "kvgraft_jax/pin.py": "import kvgraft_jax\n"},
+        "kvgraft_jax/pin.py:1",
+    ),
+    "library imports an experiment": (
+        wrong_way_imports,
+        {"kvgraft_jax/engine.py": "import experiments.demo\n", "experiments/demo.py": ""},
+        "kvgraft_jax/engine.py:1",
+    ),
+    "unknown room": (wrong_way_imports, {"kvgraft_jax/extras/a.py": ""}, "kvgraft_jax/extras/a.py:1"),
+    "relative import": (wrong_way_imports, {"kvgraft_jax/pin.py": "from . import errors\n"}, "kvgraft_jax/pin.py:1"),
+    "name import": (
+        wrong_way_imports,
+        {"kvgraft_jax/pin.py": "from kvgraft_jax.errors import E\n", "kvgraft_jax/errors.py": ""},
+        "kvgraft_jax/pin.py:1: kvgraft_jax.errors.E is no module",
+    ),
+    "configuration": (wrong_way_imports, {"configs/a.py": "import numpy\n"}, "configs/a.py:1"),
+    "cycle": (
+        import_cycles,
+        {
+            "kvgraft_jax/gemma/a.py": "from kvgraft_jax.gemma import b\n",
+            "kvgraft_jax/gemma/b.py": "import os\nfrom kvgraft_jax.gemma import c\n",
+            "kvgraft_jax/gemma/c.py": "import kvgraft_jax.gemma.a\n",
+        },
+        ": import cycle kvgraft_jax.gemma.",
+    ),
+    "machine path": (machine_paths, {"README.md": f"\nsee {MACHINE_PATHS[0]}main\n"}, "README.md:2"),
+    "unlisted import": (
+        requirement_mistakes,
+        REQUIREMENTS | {"kvgraft_jax/pin.py": "import os\nimport pytest\n"},
+        "kvgraft_jax/pin.py:2: pytest",
+    ),
+    "unused requirement": (
+        requirement_mistakes,
+        REQUIREMENTS | {"kvgraft_jax/digest.py": ""},
+        "requirements.txt:1: numpy is imported nowhere",
+    ),
+    "no range": (requirement_mistakes, REQUIREMENTS | {"requirements-dev.txt": "pytest\n"}, "requirements-dev.txt:1"),
+    "not locked": (
+        requirement_mistakes,
+        REQUIREMENTS | {"requirements-lock.txt": "numpy==2.4.6\n"},
+        "requirements-dev.txt:1: pytest is not in requirements-lock.txt",
+    ),
+    "locked out of range": (
+        requirement_mistakes,
+        REQUIREMENTS | {"requirements-peers.txt": "# x\nnumpy==2.4.5\n"},
+        "requirements-lock.txt:1: numpy==2.4.6 is outside requirements-peers.txt's numpy==2.4.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_repository_passes(check):
+    findings = check(ROOT)
+    assert not findings, "\n" + "\n".join(findings)
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_a_planted_violation_is_found(tmp_path, name):
+    check, files, expected = VIOLATIONS[name]
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    findings = check(tmp_path)
+    assert len(findings) == 1 and expected in findings[0], findings
+
+
+def test_consistent_requirements_pass(tmp_path):
+    (tmp_path / "kvgraft_jax").mkdir()
+    for file, text in REQUIREMENTS.items():
+        (tmp_path / file).write_text(text)
+    assert requirement_mistakes(tmp_path) == []
+
+
+def test_every_check_has_a_planted_violation():
+    assert {check for check, _, _ in VIOLATIONS.values()} == set(CHECKS)
+
+
+def test_importing_the_package_imports_no_jax():
+    code = "import kvgraft_jax, sys; print([name for name in sys.modules if name.partition('.')[0] in ('jax', 'flax')])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_public_name_resolves():
+    import kvgraft_jax as kg
+
+    assert kg.__all__
+    assert [name for name in kg.__all__ if getattr(kg, name, None) is None] == []
