@@ -25,6 +25,22 @@ def canonical_json(document: Any) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
+def parse_canonical_json(raw: bytes) -> Any:
+    """The document whose canonical JSON is exactly `raw`; the inverse of `canonical_json`.
+
+    Raises:
+      ValueError: `raw` is not JSON, names a key twice, or is another spelling of its document.
+    """
+    try:
+        document = json.loads(raw.decode("ascii"), object_pairs_hook=_unique)
+        canonical = canonical_json(document)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if canonical != raw:
+        raise ValueError("not in canonical form")
+    return document
+
+
 def json_digest(document: Any) -> str:
     """SHA-256 (hex) of the canonical JSON of `document`."""
     return hashlib.sha256(canonical_json(document)).hexdigest()
@@ -59,6 +75,13 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     """SHA-256 (hex) of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        raise ValueError(f"a key stands twice among {[key for key, _ in pairs]}")
+    return document
 
 
 def _sha256(raw: memoryview) -> bytes:
