@@ -7,10 +7,12 @@ a planted violation: a check that cannot fail proves nothing.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+import functools
 import graphlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -31,12 +33,12 @@ INSTALLED_TOGETHER = ("requirements.txt", "requirements-dev.txt", "requirements-
 def _files(root: pathlib.Path) -> list[pathlib.Path]:
     """All files that belong to the repository: not hidden (except .ci), not generated."""
     found = []
-    for path in sorted(root.rglob("*")):
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") and part not in (".ci", ".gitignore") for part in parts)
-        if path.is_file() and not hidden and parts[0] != "out" and "__pycache__" not in parts:
-            found.append(path)
-    return found
+    for directory, below, names in os.walk(root):
+        below[:] = [
+            name for name in below if name == ".ci" or not name.startswith(".") and name not in ("out", "__pycache__")
+        ]
+        found += [pathlib.Path(directory) / name for name in names]
+    return sorted(found)
 
 
 def _modules(root: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -170,9 +172,14 @@ def _normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@functools.cache
+def _installed() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
 def _distributions(package: str) -> set[str]:
     """The installed distributions that bring a top-level package; its own name where it is not installed."""
-    return {_normalised(name) for name in importlib.metadata.packages_distributions().get(package, [package])}
+    return {_normalised(name) for name in _installed().get(package, [package])}
 
 
 def requirement_mistakes(root: pathlib.Path) -> list[str]:
