@@ -1,0 +1,128 @@
+"""Loads a model from a URI: configuration, parameters on the device, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from urllib import parse
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import chat as chat_lib
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import configurations
+from kvgraft_jax.gemma import tokenizer as tokenizer_lib
+from kvgraft_jax.gemma.weights import assemble, files, gguf_file, layout, package, random_init, safetensors_file
+
+_DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
+_CUTS = ("layers", "vocab", "embed", "hidden", "heads", "kv_heads", "head_dim", "window")
+_SCHEMES = "hf:DIR, gguf:FILE, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
+_TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A frozen model, ready to run.
+
+    Attributes:
+      config: what it is made of.
+      params: nested tree as in `weights.layout`, on the default device.
+      tokenizer: None where the checkpoint has none.
+      chat: its prompt template; None without a tokenizer.
+      digest: SHA-256 (hex) of the parameters: equal weights in equal dtype give one digest, whatever the file format.
+      dtype: "bfloat16" or "float32".
+      uri: where it was loaded from.
+    """
+
+    config: config_lib.GemmaConfig
+    params: layout.Params
+    tokenizer: tokenizer_lib.Tokenizer | None
+    chat: chat_lib.Chat | None
+    digest: str
+    dtype: str
+    uri: str
+
+
+def load_model(uri: str, dtype: str = "bfloat16") -> Model:
+    """Loads the model at `uri`.
+
+    Exact: bit-exact where `dtype` holds the stored values, else rounded once to nearest even.
+
+    Args:
+      uri: `hf:DIR` (config.json and safetensors), `gguf:FILE`, `package:gemma-3-270m` (the installed package), or
+        `random:NAME?seed=0` for any released size, optionally cut with `layers`, `vocab`, `embed`, `hidden`, `heads`,
+        `kv_heads`, `head_dim` and `window`.
+      dtype: "bfloat16" or "float32".
+
+    Raises:
+      ConfigError: a URI, dtype or configuration that is not accepted.
+      WeightsError: a checkpoint that is missing, damaged, or does not hold the tensors that the model needs.
+      TokenizerError: tokenizer files that cannot be read.
+    """
+    as_dtype = _checked_dtype(dtype)
+    scheme, colon, rest = uri.partition(":")
+    if not colon or not rest or scheme not in ("hf", "gguf", "package", "random"):
+        raise errors.ConfigError(f"model URI: got {uri!r}, wanted {_SCHEMES}")
+    if scheme == "random":
+        config, seed = _random_config(rest)
+        weights = random_init.initialise(config, seed, as_dtype)
+        return Model(config, weights.params, None, None, weights.digest, dtype, uri)
+    if scheme == "hf":
+        source = safetensors_file.open_directory(rest)
+        tokenizer = tokenizer_lib.from_directory(pathlib.Path(source.origin))
+        template = _directory_template(pathlib.Path(source.origin))
+    else:
+        source = gguf_file.open_file(str(package.find_file(rest)) if scheme == "package" else rest)
+        tokenizer = tokenizer_lib.from_gguf(source.header.metadata, source.origin)
+        template = str(source.header.metadata.get("tokenizer.chat_template", ""))
+    chat = None if tokenizer is None else chat_lib.Chat(tokenizer, _style(template, source.origin))
+    weights = assemble.assemble(source, as_dtype)
+    return Model(source.config, weights.params, tokenizer, chat, weights.digest, dtype, uri)
+
+
+def _checked_dtype(dtype: str) -> np.dtype:
+    if dtype == "float16":
+        raise errors.ConfigError(
+            "dtype: got 'float16', in which Gemma's activations overflow; wanted bfloat16 or float32"
+        )
+    if dtype not in _DTYPES:
+        raise errors.ConfigError(f"dtype: got {dtype!r}, wanted one of {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def _random_config(rest: str) -> tuple[config_lib.GemmaConfig, int]:
+    name, _, query = rest.partition("?")
+    try:
+        pairs = parse.parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError as error:
+        raise errors.ConfigError(f"model URI: query {query!r}: {error}; wanted key=number&key=number") from None
+    values: dict[str, int] = {}
+    for key, text in pairs:
+        if key not in ("seed", *_CUTS) or key in values:
+            raise errors.ConfigError(f"model URI: got {key!r} twice or unknown, wanted seed, {', '.join(_CUTS)}")
+        if not (text.isascii() and text.isdecimal()):
+            raise errors.ConfigError(f"model URI: {key}: got {text!r}, wanted a whole number")
+        values[key] = int(text)
+    seed = values.pop("seed", 0)
+    return random_init.cut(configurations.get(name), **values), seed
+
+
+def _directory_template(directory: pathlib.Path) -> str:
+    """The chat template in a directory, or "" where it has none."""
+    for name in _TEMPLATE_FILES:
+        path = directory / name
+        if path.is_file():
+            found = path.read_text() if path.suffix == ".jinja" else files.read_json(path).get("chat_template")
+            if found:
+                return str(found)
+    return ""
+
+
+def _style(template: str, origin: str) -> str:
+    if not template:
+        return chat_lib.PLAIN
+    if "<start_of_turn>" not in template:
+        raise errors.TokenizerError(f"{origin}: has a chat template without <start_of_turn>; wanted that of Gemma 3")
+    return chat_lib.GEMMA3

@@ -1,0 +1,145 @@
+"""Turns an opened checkpoint into the parameter tree on the default device, row by row, and its content digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import math
+import sys
+
+import jax
+import numpy as np
+import tqdm
+
+from kvgraft_jax import digest as digest_lib
+from kvgraft_jax import errors
+from kvgraft_jax.gemma.weights import layout
+from kvgraft_jax.gemma.weights import source as source_lib
+
+_CHUNK_ELEMENTS = 1 << 21
+_ALIGNMENT = 64
+_PROGRESS_BYTES = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembled:
+    """Parameters on the device, and the digest of their content.
+
+    Attributes:
+      params: nested tree as in `layout`, every leaf in one dtype.
+      digest: SHA-256 (hex) over path, dtype, shape and bytes of every parameter.
+    """
+
+    params: layout.Params
+    digest: str
+
+
+def assemble(source: source_lib.Source, dtype: np.dtype) -> Assembled:
+    """Loads every parameter of `source.config`.
+
+    Exact: bit-exact where `dtype` holds the stored value, else rounded once to nearest even.
+
+    Args:
+      source: an opened checkpoint.
+      dtype: dtype of all leaves.
+
+    Raises:
+      WeightsError: one error that lists every tensor that is missing, unexpected or of the wrong shape.
+    """
+    parameters = layout.parameters(source.config)
+    check_tensors(source, parameters)
+    if layout.HEAD_NAME in source.shapes:
+        _check_head(source)
+
+    def load(parameter: layout.Parameter) -> tuple[jax.Array, str]:
+        array = aligned_empty(parameter.shape, dtype)
+        _fill(source, parameter, array)
+        array.flags.writeable = False
+        content = digest_lib.array_digest(array)
+        # On a CPU the device array may be this very buffer; nothing writes to it any more.
+        return jax.device_put(array).block_until_ready(), content
+
+    return collect(source.origin, parameters, dtype, load)
+
+
+def collect(
+    origin: str,
+    parameters: tuple[layout.Parameter, ...],
+    dtype: np.dtype,
+    load: Callable[[layout.Parameter], tuple[jax.Array, str]],
+) -> Assembled:
+    """The tree and digest of what `load` returns (device array, array digest) for each parameter."""
+    total = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
+    leaves, digests = {}, {}
+    if total > _PROGRESS_BYTES and not sys.stderr.isatty():
+        print(f"kvgraft_jax: loading {origin} ({total / 1e6:.0f} MB)", file=sys.stderr)
+    # disable=None: no bar where stderr is no terminal.
+    hide = None if total > _PROGRESS_BYTES else True
+    with tqdm.tqdm(total=total, desc="weights", unit="B", unit_scale=True, delay=1.0, disable=hide) as progress:
+        for parameter in parameters:
+            leaves[parameter.path], digests[parameter.path] = load(parameter)
+            progress.update(leaves[parameter.path].nbytes)
+    return Assembled(layout.nest(leaves), params_digest(digests))
+
+
+def params_digest(digests: Mapping[str, str]) -> str:
+    """SHA-256 (hex) of a parameter tree, from the array digest of each path; the order does not matter."""
+    return digest_lib.json_digest(dict(digests))
+
+
+def check_tensors(source: source_lib.Source, parameters: tuple[layout.Parameter, ...]) -> None:
+    """Raises one `WeightsError` that lists all tensors that are missing, misshapen or unexpected."""
+    wanted = {parameter.name: parameter.stored_shape for parameter in parameters}
+    optional = {layout.HEAD_NAME: wanted[layout.EMBEDDING_NAME]}
+    problems = [f"missing: {name}, wanted shape {wanted[name]}" for name in wanted if name not in source.shapes]
+    for name, shape in source.shapes.items():
+        want = wanted.get(name) or optional.get(name)
+        if want is None:
+            problems.append(f"unexpected: {name}, shape {shape}")
+        elif shape != want:
+            problems.append(f"wrong shape: {name}: got {shape}, wanted {want}")
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise errors.WeightsError(
+            f"{source.origin}: {len(problems)} tensor(s) do not fit the configuration {source.config.name!r}:\n"
+            f"{lines}\n"
+            "Use the configuration and the weight files of one and the same export."
+        )
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array whose buffer is aligned so that a CPU device can take it over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    offset = -raw.ctypes.data % _ALIGNMENT
+    return raw[offset : offset + size].view(dtype).reshape(shape)
+
+
+def _fill(source: source_lib.Source, parameter: layout.Parameter, array: np.ndarray) -> None:
+    columns = parameter.stored_shape[-1]
+    rows = math.prod(parameter.stored_shape[:-1])
+    target = array.reshape(columns, rows).T if parameter.is_kernel else array.reshape(rows, columns)
+    for start, stop in _chunks(rows, columns):
+        block = source.read_rows(parameter.name, start, stop)
+        if block.dtype != array.dtype:
+            block = block.astype(np.float32, copy=False).astype(array.dtype, copy=False)
+        target[start:stop] = block
+
+
+def _check_head(source: source_lib.Source) -> None:
+    rows, columns = source.shapes[layout.EMBEDDING_NAME]
+    for start, stop in _chunks(rows, columns):
+        head, table = (
+            source.read_rows(name, start, stop).astype(np.float32, copy=False)
+            for name in (layout.HEAD_NAME, layout.EMBEDDING_NAME)
+        )
+        if not np.array_equal(head.view(np.uint32), table.view(np.uint32)):
+            raise errors.WeightsError(
+                f"{source.origin}: {layout.HEAD_NAME} differs from {layout.EMBEDDING_NAME} in rows {start} to {stop}; "
+                "wanted a tied output head, as in every released Gemma 3. Export the model again with tied embeddings."
+            )
+
+
+def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:
+    step = max(1, _CHUNK_ELEMENTS // columns)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,0 +1,53 @@
+"""Reading what a checkpoint says about itself before any tensor is read: JSON documents and byte ranges."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from kvgraft_jax import errors
+
+
+def parse_json(raw: bytes, origin: str) -> dict[str, Any]:
+    """The JSON object in `raw`; `WeightsError` for anything else, repeated keys included."""
+    try:
+        document = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise errors.WeightsError(f"{origin}: not readable as JSON ({error}); fetch the file again") from None
+    if not isinstance(document, dict):
+        raise errors.WeightsError(f"{origin}: got a JSON {type(document).__name__}, wanted an object")
+    return document
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in the file `path`."""
+    return parse_json(path.read_bytes(), str(path))
+
+
+def existing_file(path: str | os.PathLike[str], wanted: str) -> pathlib.Path:
+    """`path`, or a `WeightsError` saying what was wanted there."""
+    path = pathlib.Path(path).expanduser()
+    if not path.is_file():
+        state = "is a directory" if path.is_dir() else "does not exist"
+        raise errors.WeightsError(f"{path}: {state}; wanted {wanted}")
+    return path
+
+
+def read_bytes(path: pathlib.Path, offset: int, size: int) -> np.ndarray:
+    """`size` bytes at `offset`, as a fresh uint8 array."""
+    raw = np.fromfile(path, np.uint8, count=size, offset=offset)
+    if raw.size != size:
+        raise errors.WeightsError(f"{path}: ends at byte {offset + raw.size}, wanted {offset + size}; was it replaced?")
+    return raw
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"repeated keys: {sorted({name for name in names if names.count(name) > 1})}")
+    return document

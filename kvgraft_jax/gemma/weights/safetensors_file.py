@@ -1,0 +1,155 @@
+"""Checkpoints as a directory of safetensors files, single or sharded, as published on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import math
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma.weights import files, huggingface_config, layout
+
+_PREFIXES = ("language_model.model.", "model.language_model.", "model.")
+_IGNORED = tuple(
+    f"{prefix}{tower}." for prefix in ("", "model.") for tower in ("vision_tower", "multi_modal_projector")
+)
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies: file, first byte, size in bytes, dtype code as in the file, shape."""
+
+    file: pathlib.Path
+    offset: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SafetensorsSource:
+    """An opened directory; see `source.Source`."""
+
+    origin: str
+    config: config_lib.GemmaConfig
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Stored shape of each tensor by public name."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of one tensor; see `source.Source`."""
+        tensor = self.tensors[name]
+        dtype, columns = _DTYPES[tensor.dtype], tensor.shape[-1]
+        row = columns * dtype.itemsize
+        raw = files.read_bytes(tensor.file, tensor.offset + start * row, (stop - start) * row)
+        return raw.view(dtype.newbyteorder("<") if dtype.kind == "f" else dtype).reshape(stop - start, columns)
+
+
+def open_directory(path: str) -> SafetensorsSource:
+    """Reads config.json and every header in the directory `path`; no tensor.
+
+    Raises:
+      WeightsError: files that are missing, truncated, of another format, or that contradict each other.
+      ConfigError: a configuration that this package does not compute.
+    """
+    directory = pathlib.Path(path).expanduser()
+    if not directory.is_dir():
+        raise errors.WeightsError(f"{directory}: is no directory; wanted one with config.json and safetensors files")
+    config = huggingface_config.read_config(directory)
+    tensors: dict[str, StoredTensor] = {}
+    for stored_name, tensor in _stored_tensors(directory).items():
+        name = _public_name(stored_name)
+        if name is None:
+            continue
+        if name in tensors:
+            raise errors.WeightsError(f"{directory}: two tensors are called {name} once their prefixes are removed")
+        if tensor.dtype not in _DTYPES:
+            raise errors.WeightsError(
+                f"{tensor.file}: {stored_name}: got dtype {tensor.dtype}, wanted {', '.join(_DTYPES)}"
+            )
+        tensors[name] = tensor
+    return SafetensorsSource(str(directory), config, tensors)
+
+
+def _public_name(stored_name: str) -> str | None:
+    if stored_name.startswith(_IGNORED):
+        return None
+    if stored_name in _HEADS:
+        return layout.HEAD_NAME
+    for prefix in _PREFIXES:
+        if stored_name.startswith(prefix):
+            return stored_name.removeprefix(prefix)
+    return stored_name
+
+
+def _stored_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
+    index_path, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if single.is_file():
+        return _read_header(single)
+    if not index_path.is_file():
+        raise errors.WeightsError(
+            f"{directory}: holds neither model.safetensors nor model.safetensors.index.json; "
+            "download the safetensors files of the model, or save it with safe_serialization=True"
+        )
+    weight_map = files.read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise errors.WeightsError(f"{index_path}: weight_map: got {weight_map!r}, wanted tensor names and their files")
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(map(str, weight_map.values()))):
+        if pathlib.PurePath(file).name != file:
+            raise errors.WeightsError(f"{index_path}: got the file name {file!r}, wanted one in the same directory")
+        shard = _read_header(files.existing_file(directory / file, f"a shard that {index_path.name} lists"))
+        listed = {name for name, where in weight_map.items() if where == file}
+        if listed != set(shard):
+            raise errors.WeightsError(
+                f"{directory / file}: {index_path.name} disagrees with it on {sorted(listed ^ set(shard))}"
+            )
+        tensors.update(shard)
+    return tensors
+
+
+def _read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise errors.WeightsError(
+                f"{path}: {size} bytes cannot hold the header of {length} bytes that it declares; "
+                "it is truncated or no safetensors file: fetch it again"
+            )
+        header = files.parse_json(file.read(length), str(path))
+    header.pop("__metadata__", None)
+    start = 8 + length
+    tensors = {name: _stored_tensor(path, name, entry, start) for name, entry in header.items()}
+    end = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size)):
+        if tensor.offset != end:
+            raise errors.WeightsError(f"{path}: {name}: starts at byte {tensor.offset}, wanted {end}")
+        end += tensor.size
+    if end != size:
+        raise errors.WeightsError(f"{path}: has {size} bytes, its header declares {end}; truncated? Fetch it again")
+    return tensors
+
+
+def _stored_tensor(path: pathlib.Path, name: str, entry: object, start: int) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        is_whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end)) and begin <= end
+    except (TypeError, KeyError, ValueError):
+        is_whole = False
+    if not is_whole:
+        raise errors.WeightsError(f"{path}: {name}: got {entry!r}, wanted dtype, shape and data_offsets")
+    if dtype in _DTYPES and end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise errors.WeightsError(f"{path}: {name}: {end - begin} bytes do not hold shape {list(shape)} of {dtype}")
+    return StoredTensor(path, start + begin, end - begin, dtype, shape)
