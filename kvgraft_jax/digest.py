@@ -41,9 +41,14 @@ def parse_canonical_json(raw: bytes) -> Any:
     return document
 
 
+def bytes_digest(raw: bytes | memoryview) -> str:
+    """SHA-256 (hex) of bytes."""
+    return hashlib.sha256(raw).hexdigest()
+
+
 def json_digest(document: Any) -> str:
     """SHA-256 (hex) of the canonical JSON of `document`."""
-    return hashlib.sha256(canonical_json(document)).hexdigest()
+    return bytes_digest(canonical_json(document))
 
 
 def array_bytes(array: np.ndarray) -> memoryview:

@@ -1,0 +1,227 @@
+"""The engine: a model, one step program and a capacity; contexts are values that go in and come out.
+
+Importing this module sets the XLA flags that exactness needs, so import it before jax starts a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+
+import jax
+import numpy as np
+
+from kvgraft_jax import determinism
+from kvgraft_jax import errors
+from kvgraft_jax import pin as pin_lib
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import generate
+from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.gemma import rotary
+from kvgraft_jax.gemma import state as state_lib
+from kvgraft_jax.gemma import step as step_lib
+from kvgraft_jax.grafting import artifact as artifact_lib
+from kvgraft_jax.grafting import capture as capture_lib
+from kvgraft_jax.grafting import graft as graft_lib
+
+determinism.configure()
+
+DEFAULT_WIDTH = 16
+DEFAULT_KV_BLOCK = 128
+
+
+class Engine:
+    """Runs one model through one program of fixed width.
+
+    Attributes:
+      model: what `load_model` returned.
+      capacity: tokens that a context can hold.
+      step_config: what the programs are built from.
+    """
+
+    def __init__(
+        self,
+        model: model_lib.Model,
+        *,
+        capacity: int = 4096,
+        width: int = DEFAULT_WIDTH,
+        kv_block: int = DEFAULT_KV_BLOCK,
+    ):
+        """Args:
+          model: the model.
+          capacity: tokens that a context shall hold; rounded up to whole K/V blocks.
+          width: W, lanes of the step. Wider steps read prompts faster and decode slower. Part of the pin.
+          kv_block: slots per attention block. Part of the pin.
+
+        Raises:
+          ConfigError: sizes that make no sense.
+          DeterminismError: XLA does not run in the exact configuration.
+        """
+        if capacity < 1 or capacity > 1 << 22:
+            raise errors.ConfigError(f"capacity: got {capacity}, wanted 1 to {1 << 22} tokens")
+        self.step_config = step_lib.StepConfig(model.config, model.dtype, width, kv_block)
+        determinism.assert_in_force()
+        self.model = model
+        self.capacity = -(-capacity // kv_block) * kv_block
+        tables = rotary.make_tables(model.config, self.capacity + width, self.step_config.jnp_dtype)
+        self._runner = generate.Runner(step_lib.programs(self.step_config), model.params, tables)
+
+    @functools.cached_property
+    def pin(self) -> pin_lib.Pin:
+        """The document of everything that decides the bits; equal for every engine of equal settings."""
+        config, tokenizer, chat = self.step_config, self.model.tokenizer, self.model.chat
+        return pin_lib.Pin(
+            {
+                "schema": pin_lib.SCHEMA,
+                "model": config.model.document(),
+                "weights": self.model.digest,
+                "tokenizer": tokenizer.digest if tokenizer else None,
+                "chat_template": chat.template_digest if chat else None,
+                "dtype": config.dtype,
+                "width": config.width,
+                "kv_block": config.kv_block,
+                "head_lanes": config.head_lanes,
+                "rotary_rule": "reference",
+                "program": self._runner.programs.fingerprint,
+                **determinism.environment(),
+            }
+        )
+
+    def prefill(self, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
+        """A fresh context that has read `token_ids`.
+
+        Args:
+          token_ids: one or more ids.
+          progress: shows a bar on stderr.
+
+        Raises:
+          InputError: empty, or an id outside the vocabulary.
+          CapacityError: more tokens than slots; before any compute.
+        """
+        planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
+        generate.plan_capacity(0, len(planned), self.capacity, "new")
+        return self._read(self._fresh_cache(), (), planned, first_row=0, progress=progress)
+
+    def extend(self, state: state_lib.State, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
+        """The context that has read `token_ids` after those of `state`, which stays as it is."""
+        planned = self._plan(state, token_ids)
+        cache = step_lib.copy_cache(state.cache)
+        return self._read(cache, state.token_ids, planned, first_row=state.first_row, progress=progress)
+
+    def generate(
+        self,
+        state: state_lib.State,
+        *,
+        max_new_tokens: int = 32,
+        stop_ids: Sequence[int] | None = None,
+        on_token: Callable[[int, jax.Array], None] | None = None,
+    ) -> tuple[list[int], state_lib.State]:
+        """Greedy decoding.
+
+        Args:
+          state: where to begin; stays as it is.
+          max_new_tokens: decode at most so many.
+          stop_ids: end before any of these; None means the model's own, () none.
+          on_token: called with each new token and the float32 [V] logits that follow it.
+
+        Returns:
+          The new tokens, a stop token not among them, and the context that has read them.
+
+        Raises:
+          CapacityError: `max_new_tokens` do not fit; before any compute.
+        """
+        if max_new_tokens < 0:
+            raise errors.InputError(f"max_new_tokens: got {max_new_tokens}, wanted 0 or more")
+        self._check_state(state)
+        generate.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
+        stops = frozenset(self.model.config.stop_ids if stop_ids is None else stop_ids)
+        decoded = generate.decode(
+            self._runner,
+            step_lib.copy_cache(state.cache),
+            state.logits,
+            state.length,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stops,
+            on_token=on_token,
+        )
+        token_ids = state.token_ids + decoded.token_ids
+        return list(decoded.token_ids), self._state(decoded.cache, token_ids, decoded.logits_V, state.first_row)
+
+    def score(self, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:
+        """Next-token logits at every position of a fresh context: float32 [T, V], 4 V bytes a token, on the host."""
+        planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
+        generate.plan_capacity(0, len(planned), self.capacity, "new")
+        return generate.score(self._runner, self._fresh_cache(), planned, progress=progress)
+
+    def capture(
+        self,
+        state: state_lib.State,
+        *,
+        provenance: Mapping[str, str | int] | None = None,
+        policy: str = capture_lib.VISIBLE,
+    ) -> artifact_lib.Artifact:
+        """The artifact of a state, on the host.
+
+        Args:
+          state: made by this engine or one of equal pin.
+          provenance: flat notes: who, why, digest of the source.
+          policy: "visible" keeps the rows that a next token can see, "full" every row.
+
+        Raises:
+          CaptureError: a row or logit is NaN.
+          WindowError: "full" of a state whose older sliding rows were never restored.
+          InputError: provenance that is not flat.
+        """
+        self._check_state(state)
+        return capture_lib.capture(state, self.pin, provenance or {}, policy=policy)
+
+    def graft(self, artifact: artifact_lib.Artifact, *, position: int = 0) -> state_lib.State:
+        """A fresh context that holds the artifact's rows at their own positions, as if it had just read the text.
+
+        Exact: bit-exact: K/V rows and logits equal those of the state that was captured.
+
+        Raises:
+          PinMismatch: made under another pin; names every field that differs.
+          InputError: a position other than the artifact's own.
+          CapacityError, IntegrityError, WindowError: see `grafting.graft.plan_graft`.
+        """
+        graft_lib.plan_graft(artifact, self.pin, self.step_config, self.capacity, position)
+        return graft_lib.graft(artifact, self.step_config, self.model.digest, self.capacity)
+
+    def _plan(self, state: state_lib.State, token_ids: Sequence[int]) -> tuple[int, ...]:
+        self._check_state(state)
+        planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
+        generate.plan_capacity(state.length, len(planned), self.capacity, "new")
+        return planned
+
+    def _check_state(self, state: state_lib.State) -> None:
+        ours = (self.step_config, self.model.digest, self.capacity)
+        theirs = (state.step_config, state.weights, state.capacity)
+        for name, our, their in zip(("step_config", "weights", "capacity"), ours, theirs):
+            if our != their:
+                raise errors.InputError(
+                    f"state: its {name} is {their}, this engine's is {our}; states live in the engine that made them, "
+                    "artifacts move between engines"
+                )
+
+    def _fresh_cache(self) -> cache_lib.Cache:
+        config = self.step_config
+        return cache_lib.make_cache(config.model, self.capacity + config.width, config.jnp_dtype)
+
+    def _read(
+        self,
+        cache: cache_lib.Cache,
+        held: tuple[int, ...],
+        token_ids: tuple[int, ...],
+        *,
+        first_row: int,
+        progress: bool,
+    ) -> state_lib.State:
+        result = generate.run(self._runner, cache, token_ids, len(held), progress=progress)
+        logits_V = generate.next_logits(self._runner, result)
+        return self._state(result.cache, held + token_ids, logits_V, first_row)
+
+    def _state(
+        self, cache: cache_lib.Cache, token_ids: tuple[int, ...], logits_V: jax.Array, first_row: int
+    ) -> state_lib.State:
+        return state_lib.State(cache, token_ids, logits_V, self.step_config, self.model.digest, first_row)

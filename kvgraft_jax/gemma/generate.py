@@ -1,0 +1,204 @@
+"""Feeding tokens through the step: a run over a list of tokens, greedy decoding, and logits of every position.
+
+`plan_*` checks values on the host before any compute; jax itself never complains about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import rotary
+from kvgraft_jax.gemma import step as step_lib
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Runner:
+    """The programs with the arrays that every call of them takes.
+
+    Attributes:
+      programs: step and head.
+      params: parameters of the decoder.
+      tables: rotary tables of capacity + width positions.
+    """
+
+    programs: step_lib.Programs
+    params: Mapping
+    tables: rotary.RotaryTables
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunResult:
+    """What a run leaves.
+
+    Attributes:
+      cache: rows of the run's tokens written.
+      hidden_TxD: [W, D] of the last step.
+      lane: lane of the last token in it.
+    """
+
+    cache: cache_lib.Cache
+    hidden_TxD: jax.Array
+    lane: int
+
+
+def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The tokens as a tuple of Python ints.
+
+    Raises:
+      InputError: not a flat sequence of integers, empty, or an id outside 0..V-1.
+    """
+    if isinstance(token_ids, (str, bytes)):
+        raise errors.InputError("token_ids: got text, wanted a list of int; encode it with model.tokenizer.encode(text)")
+    try:
+        planned = tuple(operator.index(token_id) for token_id in token_ids)
+    except TypeError as error:
+        raise errors.InputError(f"token_ids: got {type(token_ids).__name__}, wanted a list of int ({error})") from None
+    if not planned:
+        raise errors.InputError("token_ids: got none, wanted one or more")
+    for position, token_id in enumerate(planned):
+        if not 0 <= token_id < vocab_size:
+            raise errors.InputError(f"token_ids[{position}]: got {token_id}, wanted 0 to {vocab_size - 1}")
+    return planned
+
+
+def plan_capacity(held: int, wanted: int, capacity: int, what: str) -> None:
+    """Raises `CapacityError` when `held` + `wanted` tokens do not fit into `capacity` slots."""
+    if held + wanted > capacity:
+        raise errors.CapacityError(
+            f"capacity: {held} tokens held + {wanted} {what} = {held + wanted}, but the cache has {capacity} slots; "
+            f"build the engine with capacity={held + wanted} or more"
+        )
+
+
+def run(
+    runner: Runner,
+    cache: cache_lib.Cache,
+    token_ids: Sequence[int],
+    start: int,
+    *,
+    progress: bool = False,
+    on_step: Callable[[jax.Array, int], None] | None = None,
+) -> RunResult:
+    """Writes tokens into a cache, a width at a time, from position `start` on.
+
+    Exact: bit-exact whatever the cuts: running the same tokens in several calls gives the same rows and hidden states.
+
+    Args:
+      runner: programs and parameters.
+      cache: donated; the caller must own it.
+      token_ids: planned tokens, which fit.
+      start: position of the first.
+      progress: shows a bar of tokens on stderr.
+      on_step: called with each step's hidden states [W, D] and its number of tokens.
+
+    Returns:
+      The new cache and the last step's hidden states.
+    """
+    width = runner.programs.config.width
+    hidden_TxD, lane = None, 0
+    with tqdm.tqdm(total=len(token_ids), unit="tok", disable=not progress, leave=False) as bar:
+        for first in range(0, len(token_ids), width):
+            chunk = token_ids[first : first + width]
+            tokens_T = step_lib.pad_tokens(chunk, width)
+            result = runner.programs.step(
+                runner.params, runner.tables, cache, tokens_T, np.int32(start + first), np.int32(len(chunk))
+            )
+            cache, hidden_TxD, lane = result.cache, result.hidden_TxD, len(chunk) - 1
+            if on_step is not None:
+                on_step(hidden_TxD, len(chunk))
+            if progress:
+                hidden_TxD.block_until_ready()
+            bar.update(len(chunk))
+    return RunResult(cache, hidden_TxD, lane)
+
+
+def next_logits(runner: Runner, result: RunResult) -> jax.Array:
+    """Logits of the token after a run: float32 [V]."""
+    return runner.programs.head(runner.params, result.hidden_TxD, np.int32(result.lane))[0]
+
+
+def score(runner: Runner, cache: cache_lib.Cache, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:
+    """Next-token logits at every position of a fresh context: float32 [T, V] on the host.
+
+    Exact: row t is bit-equal to the logits after a prefill of tokens 0..t.
+    """
+    config = runner.programs.config
+    logits_TxV = np.empty((len(token_ids), config.model.vocab_size), np.float32)
+    done = 0
+
+    def heads(hidden_TxD: jax.Array, count: int) -> None:
+        nonlocal done
+        for lane in range(0, count, config.head_lanes):
+            rows_BxV = runner.programs.head(runner.params, hidden_TxD, np.int32(lane))
+            kept = min(config.head_lanes, count - lane)
+            logits_TxV[done : done + kept] = np.asarray(rows_BxV)[:kept]
+            done += kept
+
+    run(runner, cache, token_ids, 0, progress=progress, on_step=heads)
+    return logits_TxV
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoded:
+    """What greedy decoding leaves.
+
+    Attributes:
+      token_ids: the new tokens, a stop token not among them.
+      cache: their rows written.
+      logits_V: float32 [V] of the token after the last.
+    """
+
+    token_ids: tuple[int, ...]
+    cache: cache_lib.Cache
+    logits_V: jax.Array
+
+
+def decode(
+    runner: Runner,
+    cache: cache_lib.Cache,
+    logits_V: jax.Array,
+    start: int,
+    *,
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    on_token: Callable[[int, jax.Array], None] | None = None,
+) -> Decoded:
+    """Greedy decoding: the token of the largest logit (the lowest id on a tie), one step of the same program each.
+
+    Args:
+      runner: programs and parameters.
+      cache: donated; the caller must own it.
+      logits_V: float32 [V] of the first new token.
+      start: position of the first new token.
+      max_new_tokens: decode at most so many, which fit.
+      stop_ids: ends before any of these.
+      on_token: called with each new token and the logits that follow it.
+
+    Returns:
+      New tokens, cache, and the logits after the last.
+    """
+    token_ids: list[int] = []
+    while len(token_ids) < max_new_tokens:
+        token_id = int(_argmax(logits_V))
+        if token_id in stop_ids:
+            break
+        result = run(runner, cache, (token_id,), start + len(token_ids))
+        cache, logits_V = result.cache, next_logits(runner, result)
+        token_ids.append(token_id)
+        if on_token is not None:
+            on_token(token_id, logits_V)
+    return Decoded(tuple(token_ids), cache, logits_V)
+
+
+@jax.jit
+def _argmax(logits_V: jax.Array) -> jax.Array:
+    return jnp.argmax(logits_V)

@@ -1,0 +1,44 @@
+"""The state of a context: its cache, its tokens and the logits of the next one; what prefill returns and capture takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import step as step_lib
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class State:
+    """An immutable context. Nothing that the engine does with a state changes it.
+
+    Attributes:
+      cache: K/V of the tokens; slots 0..length-1 of full layers and first_row..length-1 of sliding layers are valid.
+      token_ids: all tokens, from position 0.
+      logits: float32 [V], of the token after the last.
+      step_config: what the programs that made it were built from.
+      weights: content digest of the weights that made it.
+      first_row: oldest valid row of the sliding layers; above 0 after the graft of an artifact without the older ones.
+    """
+
+    cache: cache_lib.Cache
+    token_ids: tuple[int, ...]
+    logits: jax.Array
+    step_config: step_lib.StepConfig
+    weights: str
+    first_row: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids)
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that the cache can hold."""
+        return self.cache.num_slots - self.step_config.width
+
+    def __repr__(self) -> str:
+        return f"State({self.length} of {self.capacity} tokens, {self.step_config.model.name}, {self.step_config.dtype})"

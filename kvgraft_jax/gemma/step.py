@@ -1,0 +1,154 @@
+"""The step: one compiled program of fixed width through which every token goes, and the head that follows it.
+
+A step runs W lanes at consecutive positions, of which the first `count` hold tokens. Prefill, decode and the tail
+after a graft all use the same executable, so a token's bits do not depend on how its prompt was cut. The head turns a
+fixed number of lanes into logits; it is its own program because most steps of a prefill need none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvgraft_jax import digest, errors
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import rotary as rotary_lib
+from kvgraft_jax.gemma import transformer
+
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """Everything from which the two programs are built; equal configs share them.
+
+    Attributes:
+      model: the decoder.
+      dtype: "bfloat16" or "float32".
+      width: W, lanes of a step.
+      kv_block: slots per attention block.
+      head_lanes: lanes of a head call; 2 or more (a product with one row takes a slow path on CPU).
+    """
+
+    model: config_lib.GemmaConfig
+    dtype: str
+    width: int
+    kv_block: int
+    head_lanes: int = 2
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise errors.ConfigError(f"dtype: got {self.dtype!r}, wanted one of {DTYPES}")
+        if self.width < self.head_lanes:
+            raise errors.ConfigError(f"width: got {self.width}, wanted {self.head_lanes} or more")
+        if self.kv_block < 16 or self.kv_block % 16:
+            raise errors.ConfigError(f"kv_block: got {self.kv_block}, wanted a multiple of 16")
+        if self.head_lanes < 2:
+            raise errors.ConfigError(f"head_lanes: got {self.head_lanes}, wanted 2 or more")
+
+    @property
+    def jnp_dtype(self) -> jnp.dtype:
+        """The dtype as an object."""
+        return jnp.dtype(self.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step leaves.
+
+    Attributes:
+      hidden_TxD: [W, D] after the final norm; rows of idle lanes mean nothing.
+      cache: rows start..start+W-1 written.
+    """
+
+    hidden_TxD: jax.Array
+    cache: cache_lib.Cache
+
+
+class Programs:
+    """The jitted step and head of one `StepConfig`. Get them from `programs`, which builds each once per process.
+
+    Attributes:
+      step: (params, tables, cache, tokens_T int32 [W], start int32, count int32) -> StepResult; the cache is donated.
+      head: (params, hidden_TxD [W, D], lane int32) -> float32 [head_lanes, V] logits of the lanes from `lane` on,
+        wrapping around; callers read the rows they need.
+    """
+
+    def __init__(self, config: StepConfig):
+        self.config = config
+        self._model = transformer.Transformer(config.model, config.jnp_dtype, config.kv_block)
+        self.step = jax.jit(self._step, donate_argnames="cache")
+        self.head = jax.jit(self._head)
+
+    def _step(self, params, tables, cache, tokens_T, start, count) -> StepResult:
+        hidden_TxD, cache = self._model.apply({"params": params}, tokens_T, tables, cache, start, count)
+        return StepResult(hidden_TxD, cache)
+
+    def _head(self, params, hidden_TxD, lane) -> jax.Array:
+        lane_B = (lane + jnp.arange(self.config.head_lanes, dtype=jnp.int32)) % self.config.width
+        hidden_BxD = jnp.take(hidden_TxD, lane_B, axis=0, mode="clip")
+        return self._model.apply({"params": params}, hidden_BxD, method=self._model.head)
+
+    def abstract_params(self) -> dict:
+        """Shapes and dtypes of the parameters, without allocating any."""
+        tables, cache = self._abstract(self.config.kv_block + self.config.width)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        tokens_T = jax.ShapeDtypeStruct((self.config.width,), jnp.int32)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return jax.eval_shape(self._model.init, key, tokens_T, tables, cache, scalar, scalar)["params"]
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """SHA-256 of the StableHLO text of both programs, lowered at one canonical capacity.
+
+        The text holds no file names and no weights, and the capacity of an engine is not in it.
+        """
+        width, embed_dim = self.config.width, self.config.model.embed_dim
+        tables, cache = self._abstract(4 * self.config.kv_block + width)
+        params = self.abstract_params()
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        tokens_T = jax.ShapeDtypeStruct((width,), jnp.int32)
+        hidden_TxD = jax.ShapeDtypeStruct((width, embed_dim), self.config.jnp_dtype)
+        return {
+            "step": _text_digest(self.step.lower(params, tables, cache, tokens_T, scalar, scalar)),
+            "head": _text_digest(self.head.lower(params, hidden_TxD, scalar)),
+        }
+
+    def _abstract(self, num_slots: int) -> tuple[rotary_lib.RotaryTables, cache_lib.Cache]:
+        model, dtype = self.config.model, self.config.jnp_dtype
+
+        def table(attention: config_lib.AttentionConfig) -> rotary_lib.RotaryTable:
+            rows_SxR = jax.ShapeDtypeStruct((num_slots, attention.head_dim // 2), dtype)
+            return rotary_lib.RotaryTable(rows_SxR, rows_SxR)
+
+        cache = jax.eval_shape(lambda: cache_lib.make_cache(model, num_slots, dtype))
+        return rotary_lib.RotaryTables(table(model.sliding), table(model.full)), cache
+
+
+@functools.lru_cache(maxsize=16)
+def programs(config: StepConfig) -> Programs:
+    """The step and head of `config`, compiled at most once per process and capacity."""
+    return Programs(config)
+
+
+@jax.jit
+def copy_cache(cache: cache_lib.Cache) -> cache_lib.Cache:
+    """A cache with buffers of its own, so that a step may be given (and destroy) it while the original lives on."""
+    return jax.tree.map(jnp.copy, cache)
+
+
+def _text_digest(lowered) -> str:
+    return digest.bytes_digest(lowered.as_text().encode())
+
+
+def pad_tokens(token_ids: tuple[int, ...] | list[int], width: int) -> np.ndarray:
+    """Tokens [W] of one step: `token_ids` in the first lanes, zeros in the idle ones."""
+    tokens_T = np.zeros(width, np.int32)
+    tokens_T[: len(token_ids)] = token_ids
+    return tokens_T

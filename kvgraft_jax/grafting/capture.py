@@ -1,0 +1,95 @@
+"""Capture: a state becomes an artifact, the rows of its layers copied to the host bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+
+import numpy as np
+
+from kvgraft_jax import errors
+from kvgraft_jax import pin as pin_lib
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import state as state_lib
+from kvgraft_jax.grafting import artifact as artifact_lib
+from kvgraft_jax.grafting import rows
+
+VISIBLE = "visible"
+FULL = "full"
+POLICIES = (VISIBLE, FULL)
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturePlan:
+    """Which rows of which layers a capture takes: rows start..length-1 of `layers`, per attention kind."""
+
+    kind: str
+    layers: tuple[int, ...]
+    start: int
+
+
+def plan_capture(state: state_lib.State, policy: str) -> tuple[CapturePlan, ...]:
+    """The rows that a policy keeps of a state.
+
+    "visible" keeps what the next token can still see: the last window - 1 rows of sliding layers, all rows of full
+    ones. "full" keeps every row.
+
+    Raises:
+      ConfigError: unknown policy.
+      WindowError: "full" of a state whose older sliding rows were never restored.
+    """
+    if policy not in POLICIES:
+        raise errors.ConfigError(f"policy: got {policy!r}, wanted one of {POLICIES}")
+    if policy == FULL and state.first_row:
+        raise errors.WindowError(
+            f"policy 'full' needs rows 0 to {state.length - 1} of every sliding layer, but this state was grafted from "
+            f"an artifact that begins at row {state.first_row} there; capture 'visible', or prefill the text again"
+        )
+    config = state.step_config.model
+    plans = []
+    for kind, attention in ((config_lib.SLIDING, config.sliding), (config_lib.FULL, config.full)):
+        layers = rows.layers_of_kind(config, kind)
+        start = 0 if policy == FULL else first_visible_row(attention, state.length)
+        if layers:
+            plans.append(CapturePlan(kind, layers, start))
+    return tuple(plans)
+
+
+def first_visible_row(attention: config_lib.AttentionConfig, length: int) -> int:
+    """Oldest row that the token at position `length` can see."""
+    return 0 if attention.window is None else max(0, length - (attention.window - 1))
+
+
+def read_stacks(state: state_lib.State, policy: str) -> tuple[artifact_lib.KVStack, ...]:
+    """The rows that a policy keeps, copied to the host.
+
+    Exact: bit-exact.
+
+    Raises:
+      CaptureError: a row holds NaN; and what `plan_capture` raises.
+    """
+    stacks = []
+    for plan in plan_capture(state, policy):
+        layers = tuple(state.cache.layers[index] for index in plan.layers)
+        kv_Lx2xSxKxH = rows.read_rows(layers, plan.start, state.length, state.step_config.kv_block)
+        stacks.append(artifact_lib.KVStack(plan.kind, plan.layers, plan.start, kv_Lx2xSxKxH))
+    return tuple(stacks)
+
+
+def capture(
+    state: state_lib.State, pin: pin_lib.Pin, provenance: Mapping[str, str | int], *, policy: str = VISIBLE
+) -> artifact_lib.Artifact:
+    """The artifact of a state.
+
+    Args:
+      state: what to deposit.
+      pin: of the engine that made it.
+      provenance: flat notes: who, why, digest of the source.
+      policy: one of `POLICIES`.
+
+    Returns:
+      Token ids, K/V rows, next-token logits, pin and provenance, on the host.
+    """
+    return artifact_lib.Artifact(
+        policy, state.token_ids, read_stacks(state, policy), np.array(state.logits), pin, provenance
+    )

@@ -1,0 +1,100 @@
+"""Own-position graft: an artifact's rows are copied into a fresh cache at the positions where they were computed."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from kvgraft_jax import errors
+from kvgraft_jax import pin as pin_lib
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import generate
+from kvgraft_jax.gemma import state as state_lib
+from kvgraft_jax.gemma import step as step_lib
+from kvgraft_jax.grafting import artifact as artifact_lib
+from kvgraft_jax.grafting import capture
+from kvgraft_jax.grafting import rows
+
+
+def plan_graft(
+    artifact: artifact_lib.Artifact, pin: pin_lib.Pin, config: step_lib.StepConfig, capacity: int, position: int
+) -> None:
+    """Checks that an artifact may be grafted, before anything is allocated.
+
+    Args:
+      artifact: what to graft.
+      pin: of the engine.
+      config: what the engine's programs are built from.
+      capacity: tokens that the engine's cache holds.
+      position: where the artifact's first token shall stand.
+
+    Raises:
+      PinMismatch: made under another pin; names every field that differs.
+      InputError: a position other than the artifact's own.
+      CapacityError: more tokens than slots.
+      IntegrityError: layers, rows or shapes that this model does not have.
+      WindowError: the sliding rows do not reach back as far as the next token sees.
+    """
+    differences = pin_lib.diff(pin, artifact.pin)
+    if differences:
+        raise errors.PinMismatch(artifact.artifact_id, differences)
+    if position != 0:
+        raise errors.InputError(
+            f"position: got {position}, wanted 0: keys are stored after rotary encoding, so a graft at any but its own "
+            "position is not bit-exact and is refused"
+        )
+    generate.plan_capacity(0, artifact.length, capacity, "of the artifact")
+    model = config.model
+    if len(artifact.logits_V) != model.vocab_size:
+        raise _foreign(artifact, "logits", f"{len(artifact.logits_V)} entries, wanted {model.vocab_size}")
+    stacks = {stack.kind: stack for stack in artifact.stacks}
+    for kind, attention in ((config_lib.SLIDING, model.sliding), (config_lib.FULL, model.full)):
+        wanted_layers = rows.layers_of_kind(model, kind)
+        stack = stacks.pop(kind, None)
+        if (stack.layers if stack else ()) != wanted_layers:
+            raise _foreign(artifact, kind, f"layers {stack.layers if stack else ()}, wanted {wanted_layers}")
+        if stack is None:
+            continue
+        wanted = (len(wanted_layers), 2, artifact.length - stack.start, attention.num_kv_heads, attention.head_dim)
+        if stack.kv_Lx2xSxKxH.shape != wanted or stack.kv_Lx2xSxKxH.dtype != config.jnp_dtype:
+            got = f"{stack.kv_Lx2xSxKxH.dtype}{list(stack.kv_Lx2xSxKxH.shape)}"
+            raise _foreign(artifact, kind, f"{got}, wanted {config.dtype}{list(wanted)}")
+        needed = capture.first_visible_row(attention, artifact.length)
+        if stack.start > needed:
+            raise errors.WindowError(
+                f"artifact {artifact.artifact_id}: {kind} layers begin at row {stack.start}, but the next token sees "
+                f"rows from {needed} on; deposit the text again"
+            )
+
+
+def apply_graft(artifact: artifact_lib.Artifact, cache: cache_lib.Cache, kv_block: int) -> cache_lib.Cache:
+    """The cache (donated) with the artifact's rows at their own positions.
+
+    Exact: bit-exact copy of every row.
+    """
+    layers = list(cache.layers)
+    for stack in artifact.stacks:
+        chosen = tuple(layers[index] for index in stack.layers)
+        for index, layer in zip(stack.layers, rows.write_rows(chosen, stack.kv_Lx2xSxKxH, stack.start, kv_block)):
+            layers[index] = layer
+    return cache_lib.Cache(tuple(layers))
+
+
+def graft(
+    artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, capacity: int
+) -> state_lib.State:
+    """The state that the artifact was captured from, in a fresh context; `plan_graft` must have passed."""
+    cache = cache_lib.make_cache(config.model, capacity + config.width, config.jnp_dtype)
+    sliding_starts = [stack.start for stack in artifact.stacks if stack.kind == config_lib.SLIDING]
+    return state_lib.State(
+        cache=apply_graft(artifact, cache, config.kv_block),
+        token_ids=artifact.token_ids,
+        logits=jnp.array(artifact.logits_V),
+        step_config=config,
+        weights=weights,
+        first_row=max(sliding_starts, default=0),
+    )
+
+
+def _foreign(artifact: artifact_lib.Artifact, field: str, reason: str) -> errors.IntegrityError:
+    return errors.IntegrityError(artifact.artifact_id, field, reason)
