@@ -37,6 +37,7 @@ class Engine:
       model: what `load_model` returned.
       capacity: tokens that a context can hold.
       step_config: what the programs are built from.
+      runner: the programs with parameters and rotary tables, for experiments that drive the step themselves.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Engine:
         self.model = model
         self.capacity = -(-capacity // kv_block) * kv_block
         tables = rotary.make_tables(model.config, self.capacity + width, self.step_config.jnp_dtype)
-        self._runner = generate.Runner(step_lib.programs(self.step_config), model.params, tables)
+        self.runner = generate.Runner(step_lib.programs(self.step_config), model.params, tables)
 
     @functools.cached_property
     def pin(self) -> pin_lib.Pin:
@@ -82,7 +83,7 @@ class Engine:
                 "kv_block": config.kv_block,
                 "head_lanes": config.head_lanes,
                 "rotary_rule": "reference",
-                "program": self._runner.programs.fingerprint,
+                "program": self.runner.programs.fingerprint,
                 **determinism.environment(),
             }
         )
@@ -136,7 +137,7 @@ class Engine:
         generate.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
         stops = frozenset(self.model.config.stop_ids if stop_ids is None else stop_ids)
         decoded = generate.decode(
-            self._runner,
+            self.runner,
             step_lib.copy_cache(state.cache),
             state.logits,
             state.length,
@@ -151,7 +152,7 @@ class Engine:
         """Next-token logits at every position of a fresh context: float32 [T, V], 4 V bytes a token, on the host."""
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(0, len(planned), self.capacity, "new")
-        return generate.score(self._runner, self._fresh_cache(), planned, progress=progress)
+        return generate.score(self.runner, self._fresh_cache(), planned, progress=progress)
 
     def capture(
         self,
@@ -217,8 +218,8 @@ class Engine:
         first_row: int,
         progress: bool,
     ) -> state_lib.State:
-        result = generate.run(self._runner, cache, token_ids, len(held), progress=progress)
-        logits_V = generate.next_logits(self._runner, result)
+        result = generate.run(self.runner, cache, token_ids, len(held), progress=progress)
+        logits_V = generate.next_logits(self.runner, result)
         return self._state(result.cache, held + token_ids, logits_V, first_row)
 
     def _state(
