@@ -70,6 +70,10 @@ class IntegrityError(KVGraftError):
         self.reason = reason
 
 
+class StorageError(KVGraftError):
+    """An artifact that could not be written: disk full, no permission. Nothing of it is left, others are intact."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FieldDifference:
     """One field in which two pins differ. `MISSING` stands for a field that one of them does not have."""

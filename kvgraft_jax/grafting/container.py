@@ -1,0 +1,185 @@
+"""The container: a directory that appears whole or not at all, and in which every byte of every file is accounted for.
+
+It is filled in a hidden room beside its place, sealed with a list of its files (size and SHA-256), flushed and then
+renamed. A room is locked while its writer lives, so the next writer can tell the leftovers of a dead one and sweeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent import futures
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+import stat
+import tempfile
+from typing import Any
+
+from kvgraft_jax import digest, errors
+
+SEAL = "files.json"
+SCHEMA = "kvgraft/files/1"
+
+_MAX_SEAL_BYTES = 1 << 20
+_LOCK = ".lock"
+_ROOM = ".writing-"
+
+
+@contextlib.contextmanager
+def writing(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives an empty, private directory to fill and `publish`; removes whatever is left of it afterwards.
+
+    Args:
+      directory: where the container will stand; made if it is not there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with _locked(directory):
+            for leftover in directory.glob(_ROOM + "*"):
+                _sweep(leftover)
+            room = pathlib.Path(tempfile.mkdtemp(prefix=_ROOM, dir=directory))
+            stack.enter_context(_flock(room, os.O_RDONLY))
+        stack.callback(shutil.rmtree, room, ignore_errors=True)
+        entry = room / "entry"
+        entry.mkdir()
+        yield entry
+
+
+def publish(entry: pathlib.Path, place: pathlib.Path, is_intact: Callable[[], bool]) -> None:
+    """Moves a sealed container from its room to its place, in one rename; readers never see a part of it.
+
+    Args:
+      entry: what `writing` gave.
+      place: its path from now on.
+      is_intact: asked when something stands there already; it is kept if so, replaced otherwise.
+    """
+    with _locked(place.parent):
+        if os.path.lexists(place):
+            if is_intact():
+                return
+            os.rename(place, entry.parent / "replaced")
+        os.rename(entry, place)
+        _flush(place.parent)
+
+
+def seal(entry: pathlib.Path, artifact_id: str) -> None:
+    """Writes the list of files into a container and flushes all of it to the disk."""
+    paths = [entry / name for name in _walk(entry, artifact_id)]
+    files = {
+        path.relative_to(entry).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256}
+        for path, sha256 in zip(paths, _digests(paths), strict=True)
+    }
+    document = {"schema": SCHEMA, "artifact": artifact_id, "files": files}
+    (entry / SEAL).write_bytes(digest.canonical_json(document))
+    for folder, _, names in os.walk(entry, topdown=False):
+        for name in names:
+            _flush(os.path.join(folder, name))
+        _flush(folder)
+
+
+def verify(entry: pathlib.Path, artifact_id: str) -> dict[str, int]:
+    """Compares a container with its seal.
+
+    Exact: one flipped bit, a missing, added, shortened or lengthened file, and any link are found, wherever they are.
+
+    Returns:
+      Size in bytes of each file, by its relative path; the seal itself is not among them.
+
+    Raises:
+      IntegrityError: names the first file that is not as sealed.
+    """
+    found = _walk(entry, artifact_id)
+    sealed = _read_seal(entry, found.pop(SEAL, None), artifact_id)
+    for name in sorted(found.keys() | sealed.keys()):
+        if name not in found:
+            raise errors.IntegrityError(artifact_id, name, "the file is missing")
+        if name not in sealed:
+            raise errors.IntegrityError(artifact_id, name, f"{SEAL} does not list this file")
+        if sealed[name]["bytes"] != found[name]:
+            raise errors.IntegrityError(artifact_id, name, f"has {found[name]} bytes, wanted {sealed[name]['bytes']}")
+    names = sorted(found, key=found.__getitem__, reverse=True)
+    for name, sha256 in zip(names, _digests([entry / name for name in names]), strict=True):
+        if sealed[name]["sha256"] != sha256:
+            raise errors.IntegrityError(artifact_id, name, f"SHA-256 is {sha256}, wanted {sealed[name]['sha256']}")
+    return found
+
+
+def _read_seal(entry: pathlib.Path, size: int | None, artifact_id: str) -> dict[str, dict[str, Any]]:
+    if size is None:
+        raise errors.IntegrityError(artifact_id, SEAL, "the file is missing")
+    if size > _MAX_SEAL_BYTES:
+        raise errors.IntegrityError(artifact_id, SEAL, f"has {size} bytes, wanted at most {_MAX_SEAL_BYTES}")
+    try:
+        document = digest.parse_canonical_json((entry / SEAL).read_bytes())
+    except ValueError as error:
+        raise errors.IntegrityError(artifact_id, SEAL, str(error)) from None
+    if type(document) is not dict or document.keys() != {"schema", "artifact", "files"}:
+        raise errors.IntegrityError(artifact_id, SEAL, "wanted exactly the fields schema, artifact and files")
+    for field, wanted in (("schema", SCHEMA), ("artifact", artifact_id)):
+        if document[field] != wanted:
+            raise errors.IntegrityError(artifact_id, f"{SEAL}: {field}", f"got {document[field]!r}, wanted {wanted!r}")
+    files = document["files"]
+    if type(files) is not dict or any(
+        type(record) is not dict or record.keys() != {"bytes", "sha256"} or type(record["bytes"]) is not int
+        for record in files.values()
+    ):
+        raise errors.IntegrityError(artifact_id, f"{SEAL}: files", "wanted the size and SHA-256 of each file")
+    return files
+
+
+def _walk(entry: pathlib.Path, artifact_id: str) -> dict[str, int]:
+    """Size of each file under `entry` by its relative path; empty folders count as files, links are refused."""
+    found: dict[str, int] = {}
+    rest = [(entry, "")]
+    while rest:
+        path, name = rest.pop()
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode):
+            inside = [(path / child, f"{name}/{child}" if name else child) for child in os.listdir(path)]
+            if not inside:
+                found[f"{name}/"] = 0
+            rest += inside
+        elif stat.S_ISREG(status.st_mode):
+            found[name] = status.st_size
+        else:
+            raise errors.IntegrityError(artifact_id, name or str(path), "a link or special file, wanted a plain file")
+    return found
+
+
+def _digests(paths: list[pathlib.Path]) -> list[str]:
+    with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(digest.file_digest, paths))
+
+
+def _sweep(leftover: pathlib.Path) -> None:
+    """Removes a room whose writer is dead: its lock can be had."""
+    with contextlib.suppress(OSError), _flock(leftover, os.O_RDONLY, fcntl.LOCK_NB):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: pathlib.Path) -> Iterator[None]:
+    """Holds the lock under which rooms are made and swept and containers are put in place."""
+    with _flock(directory / _LOCK, os.O_RDWR | os.O_CREAT):
+        yield
+
+
+@contextlib.contextmanager
+def _flock(path: pathlib.Path, flags: int, more: int = 0) -> Iterator[None]:
+    """Holds an exclusive lock on a file or directory; the system releases it when the process ends in any way."""
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | more)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _flush(path: str | pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

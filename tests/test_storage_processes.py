@@ -1,0 +1,121 @@
+"""Deposits that are killed, that race, or that meet a full disk: entries are absent or whole, leftovers are swept."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from kvgraft_jax.grafting import container, storage
+from tests import entries
+
+
+def run(code, *arguments):
+    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=pathlib.Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+
+
+# Forks depositors before any thread exists, and kills each at a random moment of its deposits.
+KILLER = """
+import itertools, os, random, signal, sys, time
+from kvgraft_jax.grafting import storage
+from tests import entries
+rng = random.Random(3)
+for round in range(int(sys.argv[2])):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, b"x")
+        for number in itertools.count(1000 * round):
+            storage.save_artifact(entries.make_artifact(number), sys.argv[1])
+    os.read(reading, 1)
+    time.sleep(rng.uniform(0.0, 0.25))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    os.close(reading), os.close(writing)
+print(sum(name.startswith(".writing-") for name in os.listdir(sys.argv[1])))
+"""
+
+
+def kill_depositors(directory, rounds):
+    """Returns how many entries there are; each was loaded, and nothing else was left after the next deposit."""
+    process = run(KILLER, directory, rounds)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and int(out) <= 1, "each deposit sweeps what dead ones left"
+    ids = storage.list_artifacts(directory)
+    for artifact_id in ids:
+        assert storage.load_artifact(directory, artifact_id).artifact_id == artifact_id
+    storage.save_artifact(entries.make_artifact(999_999), directory)
+    assert set(os.listdir(directory)) == {*ids, entries.make_artifact(999_999).artifact_id, ".lock"}
+    return len(ids)
+
+
+def test_a_killed_depositor_leaves_nothing_or_a_whole_entry(tmp_path):
+    storage.save_artifact(entries.make_artifact(999_998), tmp_path)
+    kill_depositors(tmp_path, 12)
+    assert storage.load_artifact(tmp_path, entries.make_artifact(999_998).artifact_id) == entries.make_artifact(999_998)
+
+
+def test_rooms_of_the_living_are_kept_and_those_of_the_dead_swept(tmp_path):
+    (tmp_path / ".writing-dead" / "entry").mkdir(parents=True)
+    (tmp_path / ".writing-dead" / "entry" / "half").write_bytes(b"x")
+    with container.writing(tmp_path) as living:
+        (living / "half").write_bytes(b"x")
+        storage.save_artifact(entries.make_artifact(), tmp_path)
+        assert (living / "half").read_bytes() == b"x"
+        assert entries.rooms(tmp_path) == [living.parent.name]
+    assert not entries.rooms(tmp_path)
+
+
+def test_processes_that_deposit_the_same_ids_and_one_that_dies(tmp_path):
+    code = (
+        "import sys; from kvgraft_jax.grafting import storage; from tests import entries\n"
+        "print('ready', flush=True)\n"
+        "for number in range(12): storage.save_artifact(entries.make_artifact(number), sys.argv[1])\n"
+    )
+    processes = [run(code, tmp_path) for _ in range(3)]
+    for process in processes:
+        process.stdout.readline()
+    seen = set()
+    while processes[0].poll() is None or processes[1].poll() is None:
+        for artifact_id in storage.list_artifacts(tmp_path):
+            seen.add(storage.load_artifact(tmp_path, artifact_id).artifact_id)
+        if seen and processes[2].poll() is None:
+            processes[2].kill()
+    for process in processes:
+        process.communicate()
+    assert [process.returncode for process in processes[:2]] == [0, 0]
+    assert (
+        set(storage.list_artifacts(tmp_path))
+        == {entries.make_artifact(number).artifact_id for number in range(12)}
+        >= seen
+    )
+    storage.save_artifact(entries.make_artifact(12), tmp_path)
+    assert not entries.rooms(tmp_path)
+
+
+def test_a_full_disk_is_a_clear_error_and_the_next_deposit_works(tmp_path):
+    storage.save_artifact(entries.make_artifact(1), tmp_path)
+    code = """
+import os, resource, sys
+from kvgraft_jax import errors
+from kvgraft_jax.grafting import storage
+from tests import entries
+artifact = entries.make_artifact(2, vocabulary=100_000)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+for limit in (100, 1000, 200_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    try:
+        storage.save_artifact(artifact, sys.argv[1])
+    except errors.StorageError as error:
+        assert artifact.artifact_id in str(error) and sys.argv[1] in str(error), error
+    else:
+        raise AssertionError(limit)
+    assert sorted(os.listdir(sys.argv[1])) == [".lock", entries.make_artifact(1).artifact_id]
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+storage.save_artifact(artifact, sys.argv[1])
+"""
+    process = run(code, tmp_path)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    for artifact in (entries.make_artifact(1), entries.make_artifact(2, vocabulary=100_000)):
+        assert storage.load_artifact(tmp_path, artifact.artifact_id) == artifact
