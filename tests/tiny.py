@@ -1,0 +1,35 @@
+"""A small random model with both attention kinds, shared by tests of the engine."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from kvgraft_jax import engine as engine_lib
+from kvgraft_jax.gemma import model as model_lib
+
+WINDOW = 24
+URI = f"random:gemma-3-270m?seed=0&layers=7&vocab=512&embed=64&hidden=96&heads=4&kv_heads=2&head_dim=32&window={WINDOW}"
+WIDTH = 8
+KV_BLOCK = 16
+CAPACITY = 160
+
+
+@functools.cache
+def model(dtype: str = "bfloat16", uri: str = URI) -> model_lib.Model:
+    """The small model."""
+    return model_lib.load_model(uri, dtype)
+
+
+@functools.cache
+def engine(
+    dtype: str = "bfloat16", *, width: int = WIDTH, kv_block: int = KV_BLOCK, capacity: int = CAPACITY
+) -> engine_lib.Engine:
+    """An engine of the small model."""
+    return engine_lib.Engine(model(dtype), capacity=capacity, width=width, kv_block=kv_block)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(0, 512, count).tolist()
