@@ -1,4 +1,4 @@
-"""The XLA configuration on which exactness rests: set before any backend exists, probed afterwards, recorded in the pin.
+"""The XLA configuration on which exactness rests: set before any backend exists, probed later, recorded in the pin.
 
 Importing this module changes nothing and imports no jax. `configure()` adds the required flags to the environment
 variable XLA_FLAGS; XLA reads it once, when the first backend starts, so afterwards it can only be checked.

@@ -11,13 +11,11 @@ import functools
 import jax
 import numpy as np
 
-from kvgraft_jax import determinism
-from kvgraft_jax import errors
+from kvgraft_jax import determinism, errors
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import generate
+from kvgraft_jax.gemma import generate, rotary
 from kvgraft_jax.gemma import model as model_lib
-from kvgraft_jax.gemma import rotary
 from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
@@ -198,7 +196,7 @@ class Engine:
     def _check_state(self, state: state_lib.State) -> None:
         ours = (self.step_config, self.model.digest, self.capacity)
         theirs = (state.step_config, state.weights, state.capacity)
-        for name, our, their in zip(("step_config", "weights", "capacity"), ours, theirs):
+        for name, our, their in zip(("step_config", "weights", "capacity"), ours, theirs, strict=True):
             if our != their:
                 raise errors.InputError(
                     f"state: its {name} is {their}, this engine's is {our}; states live in the engine that made them, "

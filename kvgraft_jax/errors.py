@@ -36,7 +36,7 @@ class TokenizerError(KVGraftError):
 
 
 class SeamError(TokenizerError):
-    """A text cut at a place where the tokenizer merges across the seam, so the parts are not a true prefix and suffix."""
+    """A text cut where the tokenizer merges across the seam, so the parts are no true prefix and suffix."""
 
 
 class DeterminismError(KVGraftError):

@@ -29,6 +29,6 @@ def check_shape(name: str, array: Any, wanted: tuple[int | None, ...]) -> None:
       wanted: the sizes, one per axis.
     """
     got = tuple(array.shape)
-    if len(got) != len(wanted) or any(w is not None and g != w for g, w in zip(got, wanted)):
+    if len(got) != len(wanted) or any(w is not None and g != w for g, w in zip(got, wanted, strict=True)):
         want = "(" + ", ".join("any" if size is None else str(size) for size in wanted) + ")"
         raise errors.ConfigError(f"{name}: got shape {got}, wanted {want}")

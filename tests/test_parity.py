@@ -1,4 +1,4 @@
-"""The decoder against the reference implementation's logits on a tiny random Gemma 3: float32 close, bfloat16 to the bit."""
+"""The decoder against reference logits of a tiny random Gemma 3: float32 close, bfloat16 to the bit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import rotary
-from kvgraft_jax.gemma import transformer
+from kvgraft_jax.gemma import rotary, transformer
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "gemma3.npz"
 NORMS = {

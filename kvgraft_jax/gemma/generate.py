@@ -57,7 +57,9 @@ def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
       InputError: not a flat sequence of integers, empty, or an id outside 0..V-1.
     """
     if isinstance(token_ids, (str, bytes)):
-        raise errors.InputError("token_ids: got text, wanted a list of int; encode it with model.tokenizer.encode(text)")
+        raise errors.InputError(
+            "token_ids: got text, wanted a list of int; encode it with model.tokenizer.encode(text)"
+        )
     try:
         planned = tuple(operator.index(token_id) for token_id in token_ids)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""The state of a context: its cache, its tokens and the logits of the next one; what prefill returns and capture takes."""
+"""The state of a context: its cache, its tokens and the logits of the next one."""
 
 from __future__ import annotations
 
@@ -41,4 +41,6 @@ class State:
         return self.cache.num_slots - self.step_config.width
 
     def __repr__(self) -> str:
-        return f"State({self.length} of {self.capacity} tokens, {self.step_config.model.name}, {self.step_config.dtype})"
+        return (
+            f"State({self.length} of {self.capacity} tokens, {self.step_config.model.name}, {self.step_config.dtype})"
+        )

@@ -108,7 +108,7 @@ class Transformer(nn.Module):
             x_TxD = self.embedder.encode(tokens_T)
         self.sow("intermediates", "hidden_TxD", x_TxD)
         new_layers = []
-        for block, kind, layer in zip(self.layer, self.config.layer_kinds, cache.layers):
+        for block, kind, layer in zip(self.layer, self.config.layer_kinds, cache.layers, strict=True):
             x_TxD, layer = block(x_TxD, rows[kind], layer, start, count)
             self.sow("intermediates", "hidden_TxD", x_TxD)
             new_layers.append(layer)

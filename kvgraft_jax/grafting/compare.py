@@ -6,8 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from kvgraft_jax import digest
-from kvgraft_jax import errors
+from kvgraft_jax import digest, errors
 from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.grafting import capture
 

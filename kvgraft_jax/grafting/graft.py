@@ -12,8 +12,7 @@ from kvgraft_jax.gemma import generate
 from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
-from kvgraft_jax.grafting import capture
-from kvgraft_jax.grafting import rows
+from kvgraft_jax.grafting import capture, rows
 
 
 def plan_graft(
@@ -75,14 +74,13 @@ def apply_graft(artifact: artifact_lib.Artifact, cache: cache_lib.Cache, kv_bloc
     layers = list(cache.layers)
     for stack in artifact.stacks:
         chosen = tuple(layers[index] for index in stack.layers)
-        for index, layer in zip(stack.layers, rows.write_rows(chosen, stack.kv_Lx2xSxKxH, stack.start, kv_block)):
+        grafted = rows.write_rows(chosen, stack.kv_Lx2xSxKxH, stack.start, kv_block)
+        for index, layer in zip(stack.layers, grafted, strict=True):
             layers[index] = layer
     return cache_lib.Cache(tuple(layers))
 
 
-def graft(
-    artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, capacity: int
-) -> state_lib.State:
+def graft(artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, capacity: int) -> state_lib.State:
     """The state that the artifact was captured from, in a fresh context; `plan_graft` must have passed."""
     cache = cache_lib.make_cache(config.model, capacity + config.width, config.jnp_dtype)
     sliding_starts = [stack.start for stack in artifact.stacks if stack.kind == config_lib.SLIDING]
