@@ -226,18 +226,17 @@ def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
 # --- damage
 
 
-def test_one_flipped_bit_in_any_byte_of_the_json_files(entry):
+def test_one_flipped_bit_in_any_byte_of_the_seal(entry):
     rng = random.Random(1)
-    for name in (container.SEAL, "manifest.json"):
-        raw = (entry / name).read_bytes()
-        for at in range(len(raw)):
-            flipped = bytearray(raw)
-            flipped[at] ^= 1 << rng.randrange(8)
-            (entry / name).write_bytes(flipped)
-            with pytest.raises(errors.IntegrityError) as caught:
-                container.verify(entry, entry.name)
-            assert caught.value.artifact == entry.name
-        (entry / name).write_bytes(raw)
+    raw = (entry / container.SEAL).read_bytes()
+    for at in range(len(raw)):
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << rng.randrange(8)
+        (entry / container.SEAL).write_bytes(flipped)
+        with pytest.raises(errors.IntegrityError) as caught:
+            container.verify(entry, entry.name)
+        assert caught.value.artifact == entry.name
+    (entry / container.SEAL).write_bytes(raw)
     container.verify(entry, entry.name)
 
 
@@ -245,7 +244,7 @@ def test_flipped_bits_anywhere(entry):
     rng = random.Random(2)
     for path in entries.files_of(entry):
         raw = path.read_bytes()
-        for _ in range(30 if raw else 0):
+        for _ in range(40 if raw else 0):
             at = rng.randrange(len(raw) * 8)
             flipped = bytearray(raw)
             flipped[at // 8] ^= 1 << at % 8

@@ -1,7 +1,8 @@
 """The container: a directory that appears whole or not at all, and in which every byte of every file is accounted for.
 
 It is filled in a hidden room beside its place, sealed with a list of its files (size and SHA-256), flushed and then
-renamed. A room is locked while its writer lives, so the next writer can tell the leftovers of a dead one and sweeps them.
+renamed. A room is locked while its writer lives, so the next writer can tell the leftovers of a dead one, and sweeps
+them.
 """
 
 from __future__ import annotations
