@@ -17,6 +17,7 @@ from kvgraft_jax import errors
 from kvgraft_jax.gemma import sentencepiece_model
 
 _CANDIDATE = re.compile(r"<[^<>]*>")
+_LITERAL_SPACE = re.compile("(?<=[ \u2581])(?=\u2581)|(?<=\u2581)(?= )")
 _GGUF = "tokenizer.ggml."
 
 
@@ -117,7 +118,7 @@ class Tokenizer:
         """What follows `prefix_ids` in `ids`; `SeamError` names the first token that differs."""
         if ids[: len(prefix_ids)] == prefix_ids:
             return ids[len(prefix_ids) :]
-        place = next((i for i, (a, b) in enumerate(zip(prefix_ids, ids)) if a != b), len(ids))
+        place = next((i for i, (a, b) in enumerate(zip(prefix_ids, ids, strict=False)) if a != b), len(ids))
         theirs = self._spell(prefix_ids[place : place + 3])
         ours = self._spell(ids[place : place + 3])
         raise errors.SeamError(
@@ -152,7 +153,7 @@ def from_sentencepiece(model: bytes, origin: str) -> Tokenizer:
     except RuntimeError as error:
         raise errors.TokenizerError(f"{origin}: no SentencePiece model ({error}); fetch the file again") from None
     controls = [token for token, is_control in enumerate(processor.is_control(list(range(size)))) if is_control]
-    names = dict(zip(processor.id_to_piece(controls), controls))
+    names = dict(zip(processor.id_to_piece(controls), controls, strict=True))
     digest = hashlib.sha256(model).hexdigest()
     return _tokenizer(_SentencePiece(processor), names, processor.bos_id(), processor.eos_id(), digest, origin)
 
@@ -234,7 +235,9 @@ class _SentencePiece:
         return self.processor.vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        return self.processor.encode(text, out_type=int)
+        # Runs of spaces are pieces; a U+2581 that stands in the text itself belongs to no such run.
+        parts = _LITERAL_SPACE.split(text) if "\u2581" in text else [text]
+        return [token for part in parts for token in self.processor.encode(part, out_type=int)]
 
     def decode(self, ids: list[int]) -> str:
         return self.processor.decode(ids)

@@ -27,6 +27,7 @@ _REQUIRED = (
     "attention.sliding_window",
     "rope.freq_base",
 )
+_FLOATS = ("attention.layer_norm_rms_epsilon", "rope.freq_base")
 _OPTIONAL = (
     "attention.sliding_window_pattern",
     "attention.value_length",
@@ -47,9 +48,16 @@ def parse_config(header: gguf_header.Header) -> config_lib.GemmaConfig:
     Raises:
       ConfigError: another architecture, missing keys, or keys and values that this model does not compute.
     """
+    try:
+        return _parse(header)
+    except errors.ConfigError as error:
+        raise errors.ConfigError(f"{header.path}: {error}") from None
+
+
+def _parse(header: gguf_header.Header) -> config_lib.GemmaConfig:
     architecture = header.metadata.get("general.architecture")
     if architecture != _ARCHITECTURE:
-        raise errors.ConfigError(f"{header.path}: general.architecture: got {architecture!r}, wanted {_ARCHITECTURE!r}")
+        raise errors.ConfigError(f"general.architecture: got {architecture!r}, wanted {_ARCHITECTURE!r}")
     prefix = _ARCHITECTURE + "."
     values = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
     if "token_embd.weight" not in header.tensors:
@@ -57,7 +65,7 @@ def parse_config(header: gguf_header.Header) -> config_lib.GemmaConfig:
     vocab_size = header.tensors["token_embd.weight"].shape[0]
     problems = _problems(values, vocab_size)
     if problems:
-        raise errors.ConfigError(f"{header.path}: metadata {prefix}*: " + "; ".join(problems))
+        raise errors.ConfigError(f"metadata {prefix}*: " + "; ".join(problems))
     layers, heads = values["block_count"], values["attention.head_count"]
     width, head_dim = values["embedding_length"], values["attention.key_length"]
     kv_heads = values["attention.head_count_kv"]
@@ -88,7 +96,7 @@ def _problems(values: Mapping[str, gguf_header.Value], vocab_size: int) -> list[
     problems += [
         f"{key}: got {values[key]!r}, wanted a number"
         for key in _REQUIRED
-        if key in values and (isinstance(values[key], bool) or not isinstance(values[key], (int, float)))
+        if key in values and type(values[key]) is not (float if key in _FLOATS else int)
     ]
     head_dim = values.get("attention.key_length")
     wanted = {

@@ -1,0 +1,226 @@
+"""GGUF files: the same model as from safetensors, dequantisation by rows, and headers that lie are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import gguf
+import numpy as np
+import pytest
+
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import configurations, model
+from kvgraft_jax.gemma.weights import assemble, gguf_config, gguf_header
+from tests import checkpoints
+
+KIND = gguf.GGMLQuantizationType
+
+
+@pytest.fixture(scope="module")
+def made() -> model.Model:
+    return model.load_model(checkpoints.URI)
+
+
+@pytest.fixture(scope="module")
+def tensors(made: model.Model) -> dict[str, np.ndarray]:
+    return checkpoints.stored(made)
+
+
+@pytest.mark.parametrize("kind", [KIND.F32, KIND.BF16])
+def test_same_model_as_from_safetensors(tmp_path, monkeypatch, made, tensors, kind):
+    monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)  # many row blocks for each tensor
+    uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, dict(reversed(tensors.items())), kind)
+    loaded = model.load_model(uri)
+    assert loaded.digest == made.digest
+    assert loaded.config.document() == made.config.document()
+    assert loaded.tokenizer is None and loaded.chat is None
+    directory = checkpoints.write_safetensors(tmp_path / "hf", checkpoints.new_config(made.config), tensors)
+    assert model.load_model(uri, "float32").digest == model.load_model(directory, "float32").digest != made.digest
+
+
+@pytest.mark.parametrize("kind", [KIND.Q8_0, KIND.Q4_0, KIND.F16])
+def test_quantised_tensors(tmp_path, monkeypatch, made, tensors, kind):
+    monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)
+    loaded = model.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, kind), "float32")
+    found = checkpoints.stored(loaded)
+    for name, array in tensors.items():
+        array = array.astype(np.float32)
+        if not name.endswith("norm.weight"):
+            array = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+        assert np.array_equal(found[name], array), name
+
+
+def test_norms_are_shifted_in_float32(tmp_path, made, tensors):
+    stored = dict(tensors)
+    tiny = np.full(64, 2.0**-12, np.float32)
+    stored["layers.2.input_layernorm.weight"] = tiny
+    loaded = model.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored))
+    assert np.array_equal(loaded.params["layer_2"]["pre_attention_norm"]["scale"], tiny.astype(checkpoints.BF16))
+
+
+def test_tied_head(tmp_path, made, tensors):
+    table = tensors["embed_tokens.weight"]
+    uri = checkpoints.write_gguf(tmp_path / "a.gguf", made.config, tensors | {"lm_head.weight": table})
+    assert model.load_model(uri).digest == made.digest
+    uri = checkpoints.write_gguf(tmp_path / "b.gguf", made.config, tensors | {"lm_head.weight": table * 2})
+    with pytest.raises(errors.WeightsError, match="lm_head.weight differs"):
+        model.load_model(uri)
+
+
+def test_one_error_lists_all_tensors(tmp_path, made, tensors):
+    wrong = dict(tensors)
+    del wrong["layers.4.mlp.down_proj.weight"]
+    wrong["norm.weight"] = np.zeros(65, np.float32)
+    with pytest.raises(errors.WeightsError) as caught:
+        model.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, wrong))
+    assert "missing: layers.4.mlp.down_proj.weight" in str(caught.value)
+    assert "wrong shape: norm.weight: got (65,), wanted (64,)" in str(caught.value)
+
+
+def test_truncated_at_every_boundary(tmp_path, made, tensors):
+    path = tmp_path / "m.gguf"
+    uri = checkpoints.write_gguf(path, made.config, tensors)
+    whole = path.read_bytes()
+    header = gguf_header.read_header(path)
+    first = min(tensor.offset for tensor in header.tensors.values())
+    for size in [0, 3, 23, *range(24, first, 97), first, len(whole) // 2, len(whole) - 64]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(errors.WeightsError, match="m.gguf"):
+            model.load_model(uri)
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _file(*, version: int = 3, tensors: int = 0, values: int = 0, body: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, values) + body
+
+
+def _tensor(name: str, shape: list[int], kind: int, offset: int = 0) -> bytes:
+    return _string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+_ARCHITECTURE = _string("general.architecture") + struct.pack("<I", 8) + _string("gemma3")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is no GGUF file"),
+        (b"\x08\x00\x00\x00\x00\x00\x00\x00{}" + bytes(40), "is no GGUF file"),
+        (_file(version=1), "version 1"),
+        (_file(version=3 << 24), "little-endian"),
+        (_file(tensors=1 << 60), "items declared"),
+        (_file(values=1 << 60), "items declared"),
+        (_file(values=1, body=_string("k") + struct.pack("<IIQ", 9, 4, 1 << 60)), "items declared"),
+        (
+            _file(values=1, body=_string("k") + struct.pack("<IIQ", 9, 8, 2) + struct.pack("<QQ", 1 << 62, 0)),
+            "string of",
+        ),
+        (_file(values=1, body=_string("k") + struct.pack("<IIQ", 9, 9, 1) + bytes(20)), "array of type 9"),
+        (_file(values=1, body=_string("k") + struct.pack("<I", 77) + bytes(20)), "value type 77"),
+        (_file(values=2, body=_ARCHITECTURE * 2), "appears twice"),
+        (_file(tensors=1, body=_tensor("t", [1 << 41], 0) + bytes(64)), "ends at byte"),
+        (_file(tensors=1, body=_tensor("t", [1 << 40, 1 << 40, 1 << 40], 0) + bytes(64)), "ends at byte"),
+        (_file(tensors=1, body=_tensor("t", [33], 8) + bytes(64)), "do not divide"),
+        (_file(tensors=1, body=_tensor("t", [8], 250) + bytes(64)), "quantisation 250"),
+        (_file(tensors=1, body=_tensor("t", [1] * 5, 0) + bytes(64)), "5 dimensions"),
+        (_file(tensors=2, body=_tensor("t", [1], 0) * 2 + bytes(64)), "appears twice"),
+    ],
+)
+def test_headers_that_lie_are_refused(tmp_path, content, reason):
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(errors.WeightsError, match="m.gguf") as caught:
+        model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
+    assert reason in str(caught.value)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(errors.WeightsError, match="does not exist"):
+        model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
+    with pytest.raises(errors.WeightsError, match="is a directory"):
+        model.load_model(f"gguf:{tmp_path}")
+
+
+def test_quantisations_that_cannot_be_undone(tmp_path):
+    body = _ARCHITECTURE + _tensor("token_embd.weight", [64, 2], KIND.I8) + bytes(256)
+    (tmp_path / "m.gguf").write_bytes(_file(tensors=1, values=1, body=body))
+    header = gguf_header.read_header(tmp_path / "m.gguf")
+    assert header.tensors["token_embd.weight"].shape == (2, 64)
+    with pytest.raises(errors.ConfigError, match="missing context_length"):
+        model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
+
+
+def test_integer_tensors_are_named(tmp_path, made, tensors):
+    path = tmp_path / "m.gguf"
+    uri = checkpoints.write_gguf(path, made.config, tensors)
+    raw = path.read_bytes()
+    place = raw.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8
+    path.write_bytes(raw[:place] + struct.pack("<I", KIND.I32) + raw[place + 4 :])
+    with pytest.raises(errors.WeightsError, match="output_norm.weight: I32 cannot be dequantised"):
+        model.load_model(uri)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"gemma3.rope.freq_base": None, "gemma3.block_count": None}, "missing block_count; missing rope.freq_base"),
+        ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type"),
+        ({"gemma3.rope.scaling.factor": None}, "missing rope.scaling.factor"),
+        ({"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"gemma3.expert_count": 8}, "unknown key expert_count"),
+        ({"gemma3.attention.value_length": 64}, "attention.value_length"),
+        ({"gemma3.attention.head_count_kv": [1, 2]}, "head_count_kv"),
+        ({"gemma3.attention.sliding_window_pattern": [True, False]}, "sliding_window_pattern"),
+    ],
+)
+def test_metadata_that_would_give_other_numbers(tmp_path, made, tensors, metadata, named):
+    uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, metadata=metadata)
+    with pytest.raises(errors.ConfigError, match="gemma3") as caught:
+        model.load_model(uri)
+    assert named in str(caught.value)
+
+
+def test_other_architectures(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(errors.ConfigError, match="general.architecture: got 'llama', wanted 'gemma3'"):
+        model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
+
+
+@pytest.mark.parametrize("name", list(configurations.CONFIGURATIONS))
+def test_metadata_gives_the_released_configurations(name):
+    config = configurations.get(name)
+    values = {
+        "general.architecture": "gemma3",
+        "gemma3.context_length": config.max_positions,
+        "gemma3.embedding_length": config.embed_dim,
+        "gemma3.block_count": config.num_layers,
+        "gemma3.feed_forward_length": config.hidden_dim,
+        "gemma3.attention.head_count": config.num_heads,
+        "gemma3.attention.head_count_kv": config.full.num_kv_heads,
+        "gemma3.attention.key_length": config.full.head_dim,
+        "gemma3.attention.layer_norm_rms_epsilon": float(np.float32(1e-6)),
+        "gemma3.attention.sliding_window": config.sliding.window,
+        "gemma3.rope.freq_base": 1e6,
+    }
+    if config.full.rotary.scale != 1:
+        values |= {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": config.full.rotary.scale}
+    table = gguf_header.StoredTensor(0, KIND.F32, (config.vocab_size, config.embed_dim))
+    header = gguf_header.Header(None, values, {"token_embd.weight": table})
+    parsed = gguf_config.parse_config(dataclasses.replace(header, path=checkpoints.pathlib.Path("m.gguf")))
+    assert parsed.document() == config.document()
+
+
+def test_stop_tokens_of_a_model_with_turns(tmp_path, made, tensors):
+    tokens = [f"t{i}" for i in range(95)] + ["<eos>", "<end_of_turn>"]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 96, "tokenizer.chat_template": "x"}
+    path = tmp_path / "m.gguf"
+    checkpoints.write_gguf(path, made.config, tensors, metadata=metadata)
+    assert gguf_config.parse_config(gguf_header.read_header(path)).stop_ids == (95, 96)

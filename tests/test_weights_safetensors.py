@@ -1,0 +1,240 @@
+"""Safetensors directories: every prefix, key spelling and shard layout gives the same model; bad ones are refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors_numpy
+
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import model
+from kvgraft_jax.gemma.weights import assemble, huggingface_config
+from tests import checkpoints
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "gemma3.npz"
+VISION = {
+    "vision_tower.encoder.layer.0.weight": np.zeros((3, 2), np.float32),
+    "model.vision_tower.ids": np.zeros(4, np.int64),
+    "multi_modal_projector.mm_input_projection_weight": np.ones((2, 2), np.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def made() -> model.Model:
+    return model.load_model(checkpoints.URI)
+
+
+@pytest.fixture(scope="module")
+def tensors(made: model.Model) -> dict[str, np.ndarray]:
+    return checkpoints.stored(made)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+def test_same_model_from_every_layout(tmp_path, monkeypatch, made, tensors, prefix, shards):
+    monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)  # many row blocks for each tensor
+    config_json = (checkpoints.new_config if shards == 1 else checkpoints.old_config)(made.config)
+    extra = {} if prefix == "model." else VISION
+    uri = checkpoints.write_safetensors(tmp_path / "m", config_json, tensors, prefix, shards, extra)
+    loaded = model.load_model(uri)
+    assert loaded.config.document() == made.config.document()
+    assert loaded.digest == made.digest
+    assert loaded.tokenizer is None and loaded.chat is None
+    ours, theirs = checkpoints.leaves(loaded.params), checkpoints.leaves(made.params)
+    assert ours.keys() == theirs.keys()
+    for path, array in ours.items():
+        assert array.dtype == theirs[path].dtype and np.array_equal(array, theirs[path]), path
+
+
+def test_golden_weights_and_configuration(tmp_path):
+    golden = np.load(GOLDEN)
+    stored = {name.removeprefix("w/"): golden[name] for name in golden.files if name.startswith("w/")}
+    uri = checkpoints.write_safetensors(tmp_path, json.loads(str(golden["hf_config_json"])), stored, prefix="")
+    loaded = model.load_model(uri, "float32")
+    assert loaded.config.query_scale == 24**-0.5 and loaded.config.full.rotary.scale == 8.0
+    assert loaded.config.layer_kinds == ("sliding",) * 5 + ("full", "sliding")
+    q_DxNxH = loaded.params["layer_1"]["attention"]["q_proj"]["kernel"]
+    o_NxHxD = loaded.params["layer_1"]["attention"]["o_proj"]["kernel"]
+    q_stored, o_stored = (stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qo")
+    assert np.array_equal(q_DxNxH[:, 3, 5], q_stored[3 * 16 + 5])
+    assert np.array_equal(o_NxHxD[3, 5], o_stored[:, 3 * 16 + 5])
+    bf16 = model.load_model(uri, "bfloat16")
+    assert bf16.digest != loaded.digest
+    assert np.array_equal(
+        bf16.params["embedder"]["embedding"], stored["model.embed_tokens.weight"].astype(checkpoints.BF16)
+    )
+
+
+@pytest.mark.parametrize("stored_dtype", [np.float16, np.float32])
+def test_other_stored_dtypes(tmp_path, made, tensors, stored_dtype):
+    cast = {name: array.astype(stored_dtype) for name, array in tensors.items()}
+    loaded = model.load_model(checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), cast))
+    if stored_dtype == np.float32:
+        assert loaded.digest == made.digest
+    table = cast["embed_tokens.weight"].astype(np.float32).astype(checkpoints.BF16)
+    assert np.array_equal(loaded.params["embedder"]["embedding"], table)
+
+
+def test_digest_sees_one_ulp_and_the_dtype(tmp_path, made, tensors):
+    changed = dict(tensors)
+    down = changed["layers.6.mlp.down_proj.weight"].copy()
+    down.view(np.uint16)[2, 3] ^= 1
+    changed["layers.6.mlp.down_proj.weight"] = down
+    config_json = checkpoints.new_config(made.config)
+    assert model.load_model(checkpoints.write_safetensors(tmp_path, config_json, changed)).digest != made.digest
+
+
+def test_tied_head_is_accepted_and_another_is_not(tmp_path, made, tensors):
+    config_json = checkpoints.new_config(made.config)
+    table = tensors["embed_tokens.weight"]
+    uri = checkpoints.write_safetensors(tmp_path / "a", config_json, tensors | {"lm_head.weight": table.copy()})
+    assert model.load_model(uri).digest == made.digest
+    other = table.copy()
+    other.view(np.uint16)[-1, -1] ^= 1
+    uri = checkpoints.write_safetensors(tmp_path / "b", config_json, tensors | {"lm_head.weight": other})
+    with pytest.raises(errors.WeightsError, match="lm_head.weight differs from embed_tokens.weight"):
+        model.load_model(uri)
+
+
+def test_one_error_lists_all_tensors(tmp_path, made, tensors):
+    wrong = dict(tensors)
+    del wrong["layers.0.mlp.up_proj.weight"], wrong["norm.weight"]
+    wrong["layers.0.self_attn.v_norm.weight"] = np.zeros(32, np.float32)
+    wrong["layers.3.self_attn.k_proj.weight"] = np.zeros((65, 64), np.float32)
+    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), wrong)
+    with pytest.raises(errors.WeightsError) as caught:
+        model.load_model(uri)
+    for line in (
+        "4 tensor(s)",
+        "missing: layers.0.mlp.up_proj.weight, wanted shape (96, 64)",
+        "missing: norm.weight",
+        "unexpected: layers.0.self_attn.v_norm.weight",
+        "wrong shape: layers.3.self_attn.k_proj.weight: got (65, 64), wanted (64, 64)",
+    ):
+        assert line in str(caught.value)
+
+
+def _header(header: object, data: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def _entry(dtype: str, shape: list, begin: int, end: int) -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "0 bytes"),
+        (b"\x80\x02}q\x00.", "bytes"),
+        (b"GGUF" + bytes(60), "declares"),
+        ((1 << 43).to_bytes(8, "little") + b"{}", "declares"),
+        (_header(b"[1]"), "wanted an object"),
+        (_header(b'{"a": 1, "a": 2}'), "repeated keys"),
+        (_header(b"[" * 100_000), "JSON"),
+        (_header({"a": {"dtype": "F32"}}), "data_offsets"),
+        (_header({"a": _entry("F32", [1 << 41], 0, 1 << 43)}), "truncated"),
+        (_header({"a": _entry("F32", [2], 0, 4)}, bytes(4)), "do not hold shape"),
+        (_header({"a": _entry("F32", [1], 4, 8)}, bytes(8)), "starts at byte"),
+        (_header({"a": _entry("F32", [-1], 0, 4)}, bytes(4)), "data_offsets"),
+        (_header({"a": _entry("F32", [1], 0, 4)}, bytes(5)), "truncated"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path, made, content, reason):
+    (tmp_path / "config.json").write_text(json.dumps(checkpoints.new_config(made.config)))
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(errors.WeightsError, match="model.safetensors.*") as caught:
+        model.load_model(f"hf:{tmp_path}")
+    assert reason in str(caught.value)
+
+
+def test_truncated_at_every_boundary(tmp_path, made, tensors):
+    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), tensors)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    for size in (4, 8, 8 + header // 2, 8 + header, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(errors.WeightsError, match="model.safetensors"):
+            model.load_model(uri)
+
+
+def test_directories_without_their_files(tmp_path, made, tensors):
+    with pytest.raises(errors.WeightsError, match="is no directory"):
+        model.load_model(f"hf:{tmp_path / 'none'}")
+    with pytest.raises(errors.WeightsError, match="config.json"):
+        model.load_model(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text(json.dumps(checkpoints.new_config(made.config)))
+    with pytest.raises(errors.WeightsError, match="neither model.safetensors nor"):
+        model.load_model(f"hf:{tmp_path}")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    with pytest.raises(errors.WeightsError, match="wanted one in the same directory"):
+        model.load_model(f"hf:{tmp_path}")
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    with pytest.raises(errors.WeightsError, match="a.safetensors: does not exist"):
+        model.load_model(f"hf:{tmp_path}")
+    safetensors_numpy.save_file({"b": np.zeros(1, np.float32)}, tmp_path / "a.safetensors")
+    with pytest.raises(errors.WeightsError, match="disagrees"):
+        model.load_model(f"hf:{tmp_path}")
+
+
+def test_missing_keys_mean_class_defaults():
+    config = huggingface_config.parse_config({"model_type": "gemma3_text"}, "x")
+    assert (config.vocab_size, config.embed_dim, config.hidden_dim, config.num_layers) == (262_208, 2304, 9216, 26)
+    assert (config.num_heads, config.full.num_kv_heads, config.full.head_dim) == (8, 4, 256)
+    assert (config.sliding.window, config.query_scale, config.max_positions) == (4096, 1 / 16, 131_072)
+    assert (config.sliding.rotary.base, config.full.rotary.base, config.full.rotary.scale) == (1e4, 1e6, 1.0)
+    assert config.stop_ids == (1,) and [i for i, kind in enumerate(config.layer_kinds) if kind == "full"] == [
+        5,
+        11,
+        17,
+        23,
+    ]
+
+
+def test_stop_tokens_of_generation_config(tmp_path, made, tensors):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 106]}))
+    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), tensors)
+    assert model.load_model(uri).config.stop_ids == (1, 106)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gemma2"}, "'gemma2'"),
+        ({"model_type": "gemma3", "text_config": None}, "text_config"),
+        ({"attn_logit_softcapping": 50.0, "num_experts": 8}, "num_experts = 8; attn_logit_softcapping = 50.0"),
+        ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 1}}, "beta_fast"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ({"rope_theta": "1e6"}, "rope_theta"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 26}, "layer_types"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"hidden_size": "640"}, "hidden_size"),
+        ({"head_dim": True}, "head_dim"),
+        ({"eos_token_id": ["1"]}, "eos_token_id"),
+    ],
+)
+def test_configurations_that_would_give_other_numbers(change, named):
+    with pytest.raises(errors.ConfigError) as caught:
+        huggingface_config.parse_config({"model_type": "gemma3_text"} | change, "x")
+    assert named in str(caught.value)
+
+
+def test_the_loaded_arrays_do_not_follow_the_file(tmp_path, made, tensors):
+    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), tensors)
+    loaded = model.load_model(uri)
+    (tmp_path / "model.safetensors").write_bytes(bytes(10))
+    for path, array in checkpoints.leaves(loaded.params).items():
+        assert isinstance(array, jax.Array) and np.array_equal(array, checkpoints.leaves(made.params)[path])
