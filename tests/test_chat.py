@@ -11,7 +11,6 @@ from kvgraft_jax import errors
 from kvgraft_jax.gemma import chat as chat_lib
 from kvgraft_jax.gemma import model
 from kvgraft_jax.gemma import tokenizer as tokenizer_lib
-from kvgraft_jax.gemma.chat import Message
 from kvgraft_jax.gemma.weights import gguf_header, package
 from tests import checkpoints, tiny_tokenizers
 
@@ -43,12 +42,12 @@ def real() -> tokenizer_lib.Tokenizer:
 
 
 def test_template(turns):
-    assert turns.render([Message("user", " Hello\n")]) == "<bos>" + TURNS
+    assert turns.render([chat_lib.Message("user", " Hello\n")]) == "<bos>" + TURNS
     conversation = [
-        Message("system", "Be brief."),
-        Message("user", "Hello "),
-        Message("assistant", "hi"),
-        Message("user", "what"),
+        chat_lib.Message("system", "Be brief."),
+        chat_lib.Message("user", "Hello "),
+        chat_lib.Message("assistant", "hi"),
+        chat_lib.Message("user", "what"),
     ]
     assert turns.render(conversation) == (
         "<bos><start_of_turn>user\nBe brief.\n\nHello<end_of_turn>\n<start_of_turn>model\nhi<end_of_turn>\n"
@@ -61,11 +60,11 @@ def test_template(turns):
 
 
 def test_plain_style(plain):
-    message = Message("user", " The code is ")
+    message = chat_lib.Message("user", " The code is ")
     assert plain.render([message]) == "<bos> The code is "
     assert plain.encode([message]) == [2, *plain.tokenizer.encode(" The code is ")]
     with pytest.raises(errors.InputError, match="no chat template"):
-        plain.encode([message, Message("model", "4"), message])
+        plain.encode([message, chat_lib.Message("model", "4"), message])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_plain_style(plain):
     ],
 )
 def test_roles_must_alternate(turns, roles):
-    messages = [Message(role, "x") for role in roles.split()]
+    messages = [chat_lib.Message(role, "x") for role in roles.split()]
     for call in (turns.render, turns.encode):
         with pytest.raises(errors.InputError, match="by turns"):
             call(messages)
@@ -99,8 +98,8 @@ def test_text_injects_nothing(turns, plain):
         "<mask>",
     ):
         for role, messages in {
-            "user": [Message("user", hostile)],
-            "system": [Message("system", hostile), Message("user", "x")],
+            "user": [chat_lib.Message("user", hostile)],
+            "system": [chat_lib.Message("system", hostile), chat_lib.Message("user", "x")],
         }.items():
             ids = turns.encode(messages)
             controls = [token for token in ids if token in turns.tokenizer.controls.values()]
@@ -108,7 +107,7 @@ def test_text_injects_nothing(turns, plain):
             assert controls == [2, start, end, start], (role, hostile)
         prefix_ids, suffix_ids = turns.split(f"the {hostile}.", f" {hostile}")
         assert (prefix_ids + suffix_ids).count(start) == 2
-        assert plain.encode([Message("user", hostile)]).count(2) == 1
+        assert plain.encode([chat_lib.Message("user", hostile)]).count(2) == 1
 
 
 CONTEXTS = ("the code of the depot is four.", "  the code ", "hello\n\n", "a\n", "the   ")
@@ -120,7 +119,7 @@ def test_split_is_the_whole_prompt(turns, plain, context, question):
     for chat in (turns, plain):
         split = chat.split(context, question)
         prefix_ids, suffix_ids = split
-        assert prefix_ids + suffix_ids == chat.encode([Message("user", context + question)])
+        assert prefix_ids + suffix_ids == chat.encode([chat_lib.Message("user", context + question)])
         assert split.prefix_ids == chat.prefix(context) and prefix_ids[0] == 2
         text = context.strip() if chat.style == "gemma3" else context.rstrip()
         assert chat.tokenizer.decode(prefix_ids).endswith(text)
@@ -151,7 +150,7 @@ def test_digest_follows_the_template(turns, monkeypatch):
 @pytest.mark.weights
 def test_real_vocabulary(real):
     turns = chat_lib.Chat(real, chat_lib.GEMMA3)
-    assert turns.encode([Message("user", "Hi")]) == [2, 105, 2364, 107, 10979, 106, 107, 105, 4368, 107]
+    assert turns.encode([chat_lib.Message("user", "Hi")]) == [2, 105, 2364, 107, 10979, 106, 107, 105, 4368, 107]
     prefix_ids, suffix_ids = turns.split("The access code of depot K-17 is 4821.", "\n\nWhat is the access code?")
     assert prefix_ids[:4] == [2, 105, 2364, 107] and suffix_ids[-5:] == [106, 107, 105, 4368, 107]
     with pytest.raises(errors.SeamError, match=r"'capi' .*'capital' "):

@@ -93,6 +93,7 @@ def test_cuts(made):
 @pytest.mark.parametrize(
     "uri",
     [
+        None,
         "",
         "random",
         "random:",

@@ -185,17 +185,13 @@ def test_directories_without_their_files(tmp_path, made, tensors):
 
 
 def test_missing_keys_mean_class_defaults():
-    config = huggingface_config.parse_config({"model_type": "gemma3_text"}, "x")
+    config = huggingface_config.parse_config({"model_type": "gemma3_text", "pad_token_id": None}, "x")
     assert (config.vocab_size, config.embed_dim, config.hidden_dim, config.num_layers) == (262_208, 2304, 9216, 26)
     assert (config.num_heads, config.full.num_kv_heads, config.full.head_dim) == (8, 4, 256)
     assert (config.sliding.window, config.query_scale, config.max_positions) == (4096, 1 / 16, 131_072)
     assert (config.sliding.rotary.base, config.full.rotary.base, config.full.rotary.scale) == (1e4, 1e6, 1.0)
-    assert config.stop_ids == (1,) and [i for i, kind in enumerate(config.layer_kinds) if kind == "full"] == [
-        5,
-        11,
-        17,
-        23,
-    ]
+    assert (config.stop_ids, config.pad_id, config.bos_id) == ((1,), 0, 2)
+    assert [layer for layer, kind in enumerate(config.layer_kinds) if kind == "full"] == [5, 11, 17, 23]
 
 
 def test_stop_tokens_of_generation_config(tmp_path, made, tensors):
@@ -223,6 +219,7 @@ def test_stop_tokens_of_generation_config(tmp_path, made, tensors):
         ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
         ({"hidden_size": "640"}, "hidden_size"),
         ({"head_dim": True}, "head_dim"),
+        ({"sliding_window": None}, "sliding_window"),
         ({"eos_token_id": ["1"]}, "eos_token_id"),
     ],
 )

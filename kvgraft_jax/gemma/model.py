@@ -62,6 +62,8 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
       TokenizerError: tokenizer files that cannot be read.
     """
     as_dtype = _checked_dtype(dtype)
+    if not isinstance(uri, str):
+        raise errors.ConfigError(f"model URI: got {type(uri).__name__}, wanted {_SCHEMES}")
     scheme, colon, rest = uri.partition(":")
     if not colon or not rest or scheme not in ("hf", "gguf", "package", "random"):
         raise errors.ConfigError(f"model URI: got {uri!r}, wanted {_SCHEMES}")

@@ -174,7 +174,14 @@ def from_json(raw: bytes, origin: str) -> Tokenizer:
     library.encode_special_tokens = True
     ids = (library.token_to_id(name) for name in ("<bos>", "<eos>"))
     bos_id, eos_id = (-1 if token is None else token for token in ids)
-    return _tokenizer(_HuggingFace(library), names, bos_id, eos_id, hashlib.sha256(raw).hexdigest(), origin)
+    return _tokenizer(
+        _HuggingFace(library, library.get_vocab_size(with_added_tokens=True)),
+        names,
+        bos_id,
+        eos_id,
+        hashlib.sha256(raw).hexdigest(),
+        origin,
+    )
 
 
 def from_directory(directory: pathlib.Path) -> Tokenizer | None:
@@ -249,10 +256,7 @@ class _SentencePiece:
 @dataclasses.dataclass(frozen=True)
 class _HuggingFace:
     library: tokenizers.Tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        return self.library.get_vocab_size(with_added_tokens=True)
+    vocab_size: int
 
     def encode(self, text: str) -> list[int]:
         return self.library.encode(text, add_special_tokens=False).ids

@@ -66,6 +66,10 @@ def _parse(header: gguf_header.Header) -> config_lib.GemmaConfig:
     problems = _problems(values, vocab_size)
     if problems:
         raise errors.ConfigError(f"metadata {prefix}*: " + "; ".join(problems))
+    for key in ("padding", "bos", "eos", "eot"):
+        token = header.metadata.get(f"tokenizer.ggml.{key}_token_id", 0)
+        if type(token) is not int:
+            raise errors.ConfigError(f"tokenizer.ggml.{key}_token_id: got {token!r}, wanted a token id")
     layers, heads = values["block_count"], values["attention.head_count"]
     width, head_dim = values["embedding_length"], values["attention.key_length"]
     kv_heads = values["attention.head_count_kv"]

@@ -30,6 +30,8 @@ _DEFAULTS = {
     "bos_token_id": 2,
 }
 
+_MAY_BE_NULL = ("pad_token_id", "bos_token_id")
+
 # Only this value is computed; another one changes the numbers.
 _FIXED = {
     "hidden_activation": ("gelu_pytorch_tanh", None),
@@ -102,8 +104,10 @@ def parse_config(document: Mapping[str, Any], name: str, stop: int | list[int] |
     problems = _problems(text)
     if problems:
         raise errors.ConfigError("this would give other numbers than the model was made for: " + "; ".join(problems))
-    values = {key: text[key] if text.get(key) is not None else default for key, default in _DEFAULTS.items()}
+    values = {key: text.get(key, default) for key, default in _DEFAULTS.items()}
     for key, default in _DEFAULTS.items():
+        if values[key] is None and key in _MAY_BE_NULL:
+            values[key] = default
         if isinstance(values[key], bool) or not isinstance(values[key], (int, type(default))):
             raise errors.ConfigError(f"{key}: got {values[key]!r}, wanted a number such as {default}")
     if stop is None:

