@@ -72,6 +72,7 @@ class GemmaConfig:
       layer_kinds: SLIDING or FULL per layer, in order; its length is the number of layers L.
       sliding, full: the two attention kinds.
       query_scale: attention logits are multiplied by this.
+      final_softcap: c, where the head's logits x become c tanh(x / c); None leaves them as they are.
       norm_eps: epsilon of every RMSNorm.
       max_positions: positions for which the model was trained.
       pad_id, bos_id: special tokens.
@@ -87,6 +88,7 @@ class GemmaConfig:
     sliding: AttentionConfig
     full: AttentionConfig
     query_scale: float
+    final_softcap: float | None = None
     norm_eps: float = 1e-6
     max_positions: int = 32768
     pad_id: int = 0
@@ -103,6 +105,8 @@ class GemmaConfig:
             )
         if self.sliding.window is None or self.full.window is not None:
             raise errors.ConfigError("window: the sliding kind needs one and the full kind must have none")
+        if self.final_softcap is not None and not self.final_softcap > 0:
+            raise errors.ConfigError(f"final_softcap: got {self.final_softcap}, wanted a number above 0, or None")
         for kind in (self.sliding, self.full):
             if self.num_heads % kind.num_kv_heads:
                 raise errors.ConfigError(f"num_heads: got {self.num_heads}, wanted a multiple of {kind.num_kv_heads}")

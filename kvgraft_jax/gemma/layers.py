@@ -29,6 +29,12 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
     return (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
 
 
+def softcapped(x: jax.Array, cap: float) -> jax.Array:
+    """cap tanh(x / cap), each of the three steps rounded to x's dtype."""
+    bounded = jnp.tanh(scaled(x, 1.0 / cap).astype(jnp.float32)).astype(x.dtype)
+    return scaled(bounded, cap)
+
+
 class Linear(nn.Module):
     """A matrix product with a kernel of any rank, no bias: float32 accumulation, one rounding to x's dtype.
 
@@ -93,9 +99,8 @@ class Embedder(nn.Module):
         return jnp.take(self.embedding_VxD, tokens_T, axis=0, mode="clip") * scale
 
     def decode(self, hidden_TxD: jax.Array) -> jax.Array:
-        """Logits [T, V], rounded to the model dtype, widened to float32."""
-        logits_TxV = dot("TD,VD->TV", hidden_TxD, self.embedding_VxD).astype(self.dtype)
-        return logits_TxV.astype(jnp.float32)
+        """Logits [T, V] in the model dtype."""
+        return dot("TD,VD->TV", hidden_TxD, self.embedding_VxD).astype(self.dtype)
 
 
 class FeedForward(nn.Module):

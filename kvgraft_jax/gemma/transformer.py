@@ -117,4 +117,7 @@ class Transformer(nn.Module):
     def head(self, hidden_TxD: jax.Array) -> jax.Array:
         """Next-token logits, float32 [T, V] holding values of the model dtype."""
         with jax.named_scope("head"):
-            return self.embedder.decode(hidden_TxD)
+            logits_TxV = self.embedder.decode(hidden_TxD)
+            if self.config.final_softcap is not None:
+                logits_TxV = layers.softcapped(logits_TxV, self.config.final_softcap)
+            return logits_TxV.astype(jnp.float32)

@@ -1,0 +1,80 @@
+"""The XLA flags: set when the engine is imported, refused when late or contradicted, asserted on the running backend."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from kvgraft_jax import determinism, errors
+
+ROOT = pathlib.Path(__file__).parent.parent
+FLAG = determinism.COMMON_FLAGS[0]
+
+
+def run(code: str, flags: str = "") -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), XLA_FLAGS=flags)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_importing_the_engine_sets_the_flags():
+    done = run("import os, jax, kvgraft_jax; kvgraft_jax.Engine; print(os.environ['XLA_FLAGS'])", "--xla_dump_to=")
+    assert done.stdout.split() == ["--xla_dump_to=", *determinism.required_flags()], done.stderr
+
+
+def test_a_running_backend_is_an_error_with_the_line_to_export():
+    done = run("import jax; jax.devices(); import kvgraft_jax; kvgraft_jax.load_model")
+    assert "DeterminismError" in done.stderr and f'export XLA_FLAGS="{FLAG}' in done.stderr
+
+
+def test_a_running_backend_with_the_flags_is_fine():
+    done = run("import jax; jax.devices(); import kvgraft_jax; print(kvgraft_jax.Engine.__name__)", FLAG)
+    assert done.stdout.strip() == "Engine" or len(determinism.required_flags()) > 1, done.stderr
+
+
+def test_a_contradicting_flag_is_an_error():
+    done = run("import kvgraft_jax; kvgraft_jax.Engine", "--xla_allow_excess_precision=true")
+    assert "xla_allow_excess_precision=true, but" in done.stderr and "export XLA_FLAGS" in done.stderr
+
+
+def test_flags_that_came_too_late_are_noticed():
+    """The variable looks right, but XLA read it before: only a probe of the backend can tell."""
+    code = (
+        "import os, jax; jax.devices(); jax.jit(lambda x: x + 1)(1.0); os.environ['XLA_FLAGS'] = '" + FLAG + "'\n"
+        "from kvgraft_jax import determinism; determinism.configure(); determinism.assert_in_force()"
+    )
+    assert "skips bfloat16 roundings" in run(code).stderr
+
+
+def test_x64_is_refused():
+    code = "import jax; jax.config.update('jax_enable_x64', True)\nfrom kvgraft_jax import determinism\n"
+    assert "jax_enable_x64" in run(code + "determinism.configure(); determinism.assert_in_force()").stderr
+
+
+def test_flags_in_force_are_sorted_and_without_paths(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/a --xla_b=1 {FLAG} --xla_b=2 --xla_a")
+    assert determinism.flags_in_force() == ["--xla_a", FLAG, "--xla_b=2"]
+
+
+def test_the_environment_names_cpu_only_where_it_decides(monkeypatch):
+    found = determinism.environment()
+    assert found["platform"] and found["jax"] and found["jaxlib"] and FLAG in found["xla_flags"]
+    if found["platform"] == "cpu":
+        assert found["cpu"]["architecture"]
+        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " " + determinism.PORTABLE_CPU_FLAG)
+        assert determinism.environment()["cpu"] is None
+
+
+def test_assertion_passes_here():
+    determinism.configure()
+    determinism.assert_in_force()
+    assert issubclass(errors.DeterminismError, errors.KVGraftError)
+
+
+@pytest.mark.parametrize("spelling", ["false", "0", "False"])
+def test_spellings_of_false_are_accepted(monkeypatch, spelling):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_allow_excess_precision={spelling} " + " ".join(determinism.GPU_FLAGS))
+    determinism.configure()

@@ -1,0 +1,160 @@
+"""The engine's edge: what goes in is checked before any compute, what comes out has the promised types."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from kvgraft_jax import engine as engine_lib
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import step as step_lib
+from tests import tiny
+
+
+@pytest.fixture
+def no_compute(monkeypatch):
+    """Fails the test if a step runs."""
+
+    def refuse(*_):
+        pytest.fail("a step ran")
+
+    programs = tiny.engine().runner.programs
+    monkeypatch.setattr(programs, "step", refuse)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([], "got none, wanted one or more"),
+        ([1, 512], r"token_ids\[1\]: got 512, wanted 0 to 511"),
+        ([-1], r"token_ids\[0\]: got -1"),
+        ("text", "encode it"),
+        ([1.5], "wanted a list of int"),
+        (7, "wanted a list of int"),
+        ([[1, 2]], "wanted a list of int"),
+    ],
+)
+def test_bad_tokens_are_refused(token_ids, message, no_compute):
+    for call in (tiny.engine().prefill, tiny.engine().score):
+        with pytest.raises(errors.InputError, match=message):
+            call(token_ids)
+
+
+def test_numpy_and_jax_tokens_are_integers_too():
+    wanted = tiny.engine().prefill([3, 4, 5]).token_ids
+    assert tiny.engine().prefill(np.array([3, 4, 5])).token_ids == wanted == (3, 4, 5)
+
+
+def test_overflow_is_refused_before_compute(no_compute):
+    engine = tiny.engine()
+    with pytest.raises(errors.CapacityError, match="161 new = 161, but the cache has 160 slots"):
+        engine.prefill(tiny.tokens(161))
+    with pytest.raises(errors.CapacityError):
+        engine.score(tiny.tokens(161))
+
+
+def test_overflow_after_a_state_is_refused(monkeypatch):
+    engine = tiny.engine()
+    state = engine.prefill(tiny.tokens(158))
+    assert len(engine.generate(state, max_new_tokens=2, stop_ids=())[0]) == 2
+    monkeypatch.setattr(engine.runner.programs, "step", lambda *_: pytest.fail("a step ran"))
+    with pytest.raises(errors.CapacityError, match="158 tokens held \\+ 3 to decode"):
+        engine.generate(state, max_new_tokens=3)
+    with pytest.raises(errors.CapacityError, match="158 tokens held \\+ 3 new"):
+        engine.extend(state, [1, 2, 3])
+
+
+def test_an_artifact_longer_than_the_cache_is_refused():
+    artifact = tiny.engine().capture(tiny.engine().prefill(tiny.tokens(100)))
+    with pytest.raises(errors.CapacityError, match="100 of the artifact"):
+        tiny.engine(capacity=64).graft(artifact)
+
+
+def test_another_position_is_refused():
+    artifact = tiny.engine().capture(tiny.engine().prefill(tiny.tokens(10)))
+    with pytest.raises(errors.InputError, match="position: got 8, wanted 0"):
+        tiny.engine().graft(artifact, position=8)
+
+
+def test_the_last_slot_can_be_used():
+    engine = tiny.engine()
+    state = engine.prefill(tiny.tokens(160))
+    piecewise = engine.extend(engine.prefill(tiny.tokens(160)[:155]), tiny.tokens(160)[155:])
+    np.testing.assert_array_equal(np.asarray(state.logits), np.asarray(piecewise.logits))
+
+
+def test_capacity_is_rounded_up_to_blocks():
+    assert tiny.engine(capacity=150).capacity == 160
+    assert tiny.engine(capacity=150).prefill([1]).capacity == 160
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 0}, "capacity: got 0"),
+        ({"capacity": 1 << 30}, "capacity: got"),
+        ({"width": 1}, "width: got 1"),
+        ({"kv_block": 24}, "kv_block: got 24"),
+        ({"kv_block": 0}, "kv_block: got 0"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(arguments, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        engine_lib.Engine(tiny.model(), **arguments)
+
+
+def test_a_state_of_another_engine_is_refused():
+    state = tiny.engine(capacity=64).prefill([1, 2])
+    for engine, name in ((tiny.engine(), "capacity"), (tiny.engine("float32"), "step_config")):
+        for call in (engine.generate, engine.capture, lambda s, e=engine: e.extend(s, [1])):
+            with pytest.raises(errors.InputError, match=f"state: its {name}"):
+                call(state)
+
+
+def test_generate_stops_before_a_stop_token():
+    engine = tiny.engine()
+    state = engine.prefill(tiny.tokens(12))
+    token_ids, _ = engine.generate(state, max_new_tokens=6, stop_ids=())
+    stop = token_ids[3]
+    stopped, end = engine.generate(state, max_new_tokens=6, stop_ids=[stop])
+    assert stopped == token_ids[: token_ids.index(stop)]
+    assert end.token_ids == state.token_ids + tuple(stopped)
+    assert int(np.argmax(np.asarray(end.logits))) == stop
+    assert engine.generate(state, max_new_tokens=0)[0] == []
+    with pytest.raises(errors.InputError, match="max_new_tokens"):
+        engine.generate(state, max_new_tokens=-1)
+
+
+def test_stop_tokens_of_the_model_are_the_default():
+    model = tiny.model()
+    state = tiny.engine().prefill(tiny.tokens(12))
+    first = tiny.engine().generate(state, max_new_tokens=1, stop_ids=())[0][0]
+    config = dataclasses.replace(model.config, stop_ids=(first,))
+    engine = engine_lib.Engine(
+        dataclasses.replace(model, config=config), capacity=64, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK
+    )
+    assert engine.generate(engine.prefill(tiny.tokens(12)), max_new_tokens=4)[0] == []
+
+
+def test_types_of_a_state():
+    state = tiny.engine().prefill([1, 2, 3])
+    assert state.length == 3 and state.logits.shape == (512,) and state.logits.dtype == np.float32
+    assert len(jax.tree.leaves(state.cache)) == 14
+    assert "3 of 160 tokens" in repr(state)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.token_ids = ()
+
+
+def test_a_state_is_copied_once_per_call(monkeypatch):
+    copies = []
+    copy = step_lib.copy_cache
+    monkeypatch.setattr(step_lib, "copy_cache", lambda cache: copies.append(1) or copy(cache))
+    engine = tiny.engine()
+    state = engine.prefill(tiny.tokens(40))
+    assert not copies
+    engine.generate(state, max_new_tokens=10, stop_ids=())
+    engine.extend(state, tiny.tokens(40))
+    assert len(copies) == 2

@@ -1,0 +1,142 @@
+"""Identity: whatever decides the bits is in the pin, changes its id, and is named when a graft is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from kvgraft_jax import determinism, errors
+from kvgraft_jax import engine as engine_lib
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.gemma.weights import assemble
+from kvgraft_jax.grafting import storage
+from tests import tiny
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Digest:
+    """Stands for a tokenizer or a chat template: the pin reads their digest and nothing else."""
+
+    digest: str
+    template_digest: str = ""
+
+
+def build(model: model_lib.Model | None = None, width: int = tiny.WIDTH, kv_block: int = tiny.KV_BLOCK):
+    return engine_lib.Engine(model or tiny.model(), capacity=tiny.CAPACITY, width=width, kv_block=kv_block)
+
+
+def with_config(**changes) -> model_lib.Model:
+    model = tiny.model()
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, **changes))
+
+
+def sliding(**changes) -> config_lib.AttentionConfig:
+    return dataclasses.replace(tiny.model().config.sliding, **changes)
+
+
+CHANGES = {
+    "weights": lambda: build(one_ulp_off(tiny.model())),
+    "tokenizer": lambda: build(dataclasses.replace(tiny.model(), tokenizer=Digest("t"))),
+    "chat_template": lambda: build(dataclasses.replace(tiny.model(), chat=Digest("", "c"))),
+    "dtype": lambda: tiny.engine("float32"),
+    "model.sliding.rotary.base": lambda: build(with_config(sliding=sliding(rotary=config_lib.RotaryConfig(1e5)))),
+    "model.sliding.window": lambda: build(with_config(sliding=sliding(window=tiny.WINDOW + 1))),
+    "model.final_softcap": lambda: build(with_config(final_softcap=30.0)),
+    "model.norm_eps": lambda: build(with_config(norm_eps=1e-5)),
+    "width": lambda: build(width=tiny.WIDTH * 2),
+    "kv_block": lambda: build(kv_block=tiny.KV_BLOCK * 2),
+}
+
+
+def params_digest(params) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return assemble.params_digest(
+        {"/".join(key.key for key in path): assemble.digest_lib.array_digest(np.asarray(leaf)) for path, leaf in leaves}
+    )
+
+
+def one_ulp_off(model: model_lib.Model) -> model_lib.Model:
+    """The model with one weight moved to the next bfloat16, and the digest of those weights."""
+    params = jax.tree.map(lambda leaf: leaf, model.params)
+    kernel = np.array(params["layer_3"]["mlp"]["up_proj"]["kernel"])
+    kernel.view(np.uint16)[5, 7] += 1
+    params["layer_3"] = {**params["layer_3"], "mlp": {**params["layer_3"]["mlp"], "up_proj": {"kernel": kernel}}}
+    return dataclasses.replace(model, params=params, digest=params_digest(params))
+
+
+def test_digest_of_this_test_is_the_loaders():
+    assert params_digest(tiny.model().params) == tiny.model().digest
+
+
+@pytest.fixture(scope="module")
+def artifact():
+    engine = tiny.engine()
+    return engine.capture(engine.prefill(tiny.tokens(20)))
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_change_is_a_new_id_and_a_refusal_that_names_it(field, artifact):
+    engine = CHANGES[field]()
+    assert engine.pin.id != tiny.engine().pin.id
+    with pytest.raises(errors.PinMismatch, match="(?s)differ.*" + field.replace(".", r"\.")) as caught:
+        engine.graft(artifact)
+    assert field in caught.value.fields
+    unexpected = set(caught.value.fields) - {field, "program.step", "program.head", "weights"}
+    assert not unexpected, unexpected
+
+
+@pytest.mark.parametrize("field", ["jax", "jaxlib", "device_kind", "platform"])
+def test_software_and_device_are_named(field, artifact, monkeypatch):
+    environment = {**determinism.environment(), field: "another"}
+    monkeypatch.setattr(determinism, "environment", lambda: environment)
+    with pytest.raises(errors.PinMismatch) as caught:
+        build().graft(artifact)
+    assert caught.value.fields == (field,)
+
+
+def run(code: str, *arguments: str, cwd: pathlib.Path = ROOT, flags: str | None = None) -> str:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    environment.pop("XLA_FLAGS")
+    if flags:
+        environment["XLA_FLAGS"] = flags
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_pin_is_the_same_in_another_process_and_folder(tmp_path):
+    code = "from tests import tiny; print(tiny.engine(capacity=96).pin.id)"
+    assert run(code, cwd=tmp_path) == tiny.engine().pin.id
+
+
+def test_xla_flags_are_named(tmp_path, artifact):
+    """Deposited here; another process runs XLA with one more flag."""
+    storage.save_artifact(artifact, tmp_path)
+    code = (
+        "import sys; from tests import tiny; from kvgraft_jax import errors; from kvgraft_jax.grafting import storage\n"
+        "try: tiny.engine().graft(storage.load_artifact(*sys.argv[1:]))\n"
+        "except errors.PinMismatch as error: print(*error.fields)"
+    )
+    flag = "--xla_cpu_prefer_vector_width=128"
+    assert run(code, str(tmp_path), artifact.artifact_id, flags=flag) == "xla_flags"
+    assert run(code, str(tmp_path), artifact.artifact_id, flags=determinism.PORTABLE_CPU_FLAG) in (
+        "cpu xla_flags",
+        "cpu cpu.architecture cpu.instructions cpu.model xla_flags",
+    )
+
+
+def test_same_name_with_other_weights_is_a_miss(artifact):
+    engine = build(tiny.model(uri=tiny.URI.replace("seed=0", "seed=1")))
+    assert engine.model.config == tiny.model().config
+    with pytest.raises(errors.PinMismatch) as caught:
+        engine.graft(artifact)
+    assert caught.value.fields == ("weights",)
