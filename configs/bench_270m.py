@@ -1,0 +1,37 @@
+"""Speed and memory of the real Gemma 3 270M, whole and by part, and beside transformers.
+
+  bash workspace.sh peers
+  bash workspace.sh bench --config=configs/bench_270m.py --peers --out=out/bench
+
+Without --peers: our side alone. `--config.widths=8,16` and the like shorten the curve; `()` leaves it out.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The benchmark's settings."""
+    config = ml_collections.ConfigDict()
+    config.model = "package:gemma-3-270m"
+    config.dtype = "bfloat16"
+    config.capacity = 4096  # The engine's default.
+    config.width = 0  # 0: the engine's default, of the next one too.
+    config.kv_block = 0
+
+    # Tokens.
+    config.prompt_tokens = 512  # Prefill of a short text, and decode after it.
+    config.context_tokens = 2000  # Deposit and graft.
+    config.question_tokens = 30
+    config.decode_tokens = 32
+    config.step_starts = (0, 512, 1900)
+
+    config.repeats = 5  # Of everything that a claim rests on; the first call comes on top and is reported apart.
+    config.memory = True
+    config.peer_threads = 2
+
+    # Curves: prefill of the prompt and decode at other shapes of the step.
+    config.widths = (8, 16, 32, 64, 128, 256)
+    config.kv_blocks = (64, 128, 256)
+    config.curve_decode_tokens = 8
+    config.curve_repeats = 3
+    return config

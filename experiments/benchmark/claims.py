@@ -1,0 +1,80 @@
+"""What the figures of a benchmark have to reach, and whether they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+
+from experiments.benchmark import memory as memory_lib
+from experiments.benchmark import timing
+
+OURS = "kvgraft_jax"
+GRAFT = "kvgraft_jax, graft from disk"
+
+# Tasks: what the contenders of one comparison do.
+PREFILL_PROMPT = "prefill of the prompt"
+PREFILL_CONTEXT = "prefill of the context"
+DECODE = "decode"
+FIRST_TOKEN = "first token after context and question"
+
+Timings = Mapping[str, timing.Timing]
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One figure against the one that is wanted.
+
+    Attributes:
+      name: what is compared with what.
+      got: the figure.
+      limit: what is wanted.
+      is_minimum: `got` must reach `limit`; otherwise it must not exceed it.
+    """
+
+    name: str
+    got: float
+    limit: float
+    is_minimum: bool = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether the figure is as wanted."""
+        return self.got >= self.limit if self.is_minimum else self.got <= self.limit
+
+    @property
+    def wanted(self) -> str:
+        """The limit with its direction."""
+        return f"{'>=' if self.is_minimum else '<='} {self.limit:g}"
+
+
+def best_peer_s(timings: Timings) -> float | None:
+    """Median seconds of the fastest peer; None where none took part."""
+    return min((timings[name].median_s for name in timings if name not in (OURS, GRAFT)), default=None)
+
+
+def claims(tasks: Mapping[str, Timings], memory: memory_lib.Memory | None) -> tuple[Claim, ...]:
+    """Every claim whose figures were measured; ratios are how many times faster the first named is.
+
+    Args:
+      tasks: timings of the contenders, by task.
+      memory: None where it was not measured.
+    """
+    context = tasks[PREFILL_CONTEXT]
+    graft_s = context[GRAFT].median_s
+    found = [Claim("graft from disk / own prefill of the context", context[OURS].median_s / graft_s, 20)]
+    for task, ours_s, name, limit in (
+        (DECODE, tasks[DECODE][OURS].median_s, "decode / best peer", 1),
+        (PREFILL_PROMPT, tasks[PREFILL_PROMPT][OURS].median_s, "prefill of the prompt / best peer", 0.4),
+        (PREFILL_CONTEXT, context[OURS].median_s, "prefill of the context / best peer", 0.4),
+        (PREFILL_CONTEXT, graft_s, "graft from disk / best peer's prefill of the context", 8),
+        (FIRST_TOKEN, tasks[FIRST_TOKEN][OURS].median_s, "first token, graft included / best peer reading it all", 4),
+    ):
+        peer_s = best_peer_s(tasks[task])
+        if peer_s is not None:
+            found.append(Claim(name, peer_s / ours_s, limit))
+    if memory is not None:
+        found += [
+            Claim("peak memory while loading / weights", memory.loading_in_weights, 2, is_minimum=False),
+            Claim("resident memory afterwards, less cache / weights", memory.running_in_weights, 1.5, is_minimum=False),
+        ]
+    return tuple(found)

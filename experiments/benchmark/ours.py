@@ -1,0 +1,141 @@
+"""The work that is measured on our side, each piece through the public calls and ended by a synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import os
+import pathlib
+
+import jax
+import numpy as np
+
+from experiments.benchmark import timing
+import kvgraft_jax as kg
+from kvgraft_jax import engine as engine_lib
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import state as state_lib
+from kvgraft_jax.gemma import step as step_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much of everything; all in tokens.
+
+    Attributes:
+      prompt: a short text: prefill of it, decode after it.
+      context: a long text: prefill of it, deposit, graft.
+      question: what is asked after the context.
+      decoded: greedy decode steps.
+    """
+
+    prompt: int
+    context: int
+    question: int
+    decoded: int
+
+
+class Ours:
+    """One engine and the texts that it is measured on."""
+
+    def __init__(self, engine: engine_lib.Engine, sizes: Sizes, directory: pathlib.Path):
+        """Args:
+        engine: its capacity holds the context, the question and the decoded tokens.
+        sizes: of the texts, which are random tokens after a BOS: time does not depend on what a text says.
+        directory: where artifacts go.
+        """
+        vocab_size = engine.model.config.vocab_size
+        drawn = np.random.default_rng(0).integers(0, vocab_size, sizes.context + sizes.question - 1)
+        token_ids = [engine.model.config.bos_id, *drawn.tolist()]
+        self.prompt, self.context = token_ids[: sizes.prompt], token_ids[: sizes.context]
+        self.question = token_ids[sizes.context :]
+        self._engine, self._sizes, self._directory = engine, sizes, directory
+        self._artifact_id = ""
+        self._num_deposits = 0
+
+    def prefill_s(self, token_ids: Sequence[int]) -> float:
+        """Seconds until a fresh context has read the tokens and its next logits are there."""
+        return timing.timed(lambda: _arrays(self._engine.prefill(token_ids)))
+
+    def decode_s(self, prompt: state_lib.State) -> float:
+        """Seconds of the greedy decode steps after a prompt, which is not counted."""
+        decoded = self._sizes.decoded
+        return timing.timed(lambda: _arrays(self._engine.generate(prompt, max_new_tokens=decoded, stop_ids=())[1]))
+
+    def capture(self, state: state_lib.State) -> kg.Artifact:
+        """An artifact of the state that no earlier one is equal to."""
+        self._num_deposits += 1
+        return self._engine.capture(state, provenance={"deposit": self._num_deposits})
+
+    def save(self, artifact: kg.Artifact) -> None:
+        """Deposits it; what is loaded from now on is this one."""
+        self._artifact_id = kg.save_artifact(artifact, self._directory)
+
+    def load(self) -> kg.Artifact:
+        """The artifact that was saved last, from its files, every byte verified."""
+        return kg.load_artifact(self._directory, self._artifact_id)
+
+    def graft_s(self) -> float:
+        """Seconds from the artifact's files to a fresh context that holds its rows, verification included."""
+        return timing.timed(lambda: _arrays(self._engine.graft(self.load())))
+
+    def graft_and_answer_s(self) -> float:
+        """Seconds from the artifact's files to the first token after the question."""
+        return timing.timed(
+            lambda: int(self._engine.extend(self._engine.graft(self.load()), self.question).logits.argmax())
+        )
+
+    def disk_bytes(self) -> int:
+        """Bytes of all files of the artifact that was saved last."""
+        return sum(path.stat().st_size for path in self._files())
+
+    def parts(self, step_starts: Sequence[int], repeats: int) -> dict[str, timing.Timing]:
+        """The same work by part, in an order in which every first call compiles what that part alone needs."""
+        engine, runner = self._engine, self._engine.runner
+        found = {f"step at {start}": timing.measure(self._step(start), repeats) for start in step_starts}
+        hidden_TxD = self._step(0)().hidden_TxD
+        found["head"] = timing.measure(lambda: runner.programs.head(runner.params, hidden_TxD, np.int32(0)), repeats)
+        state = engine.prefill(self.context)
+        found["copy_cache"] = timing.measure(lambda: step_lib.copy_cache(state.cache), repeats)
+        captured = []
+        found["capture"] = timing.measure(lambda: captured.append(self.capture(state)), repeats)
+        found["save_artifact"] = timing.measure(lambda: self.save(captured.pop()), repeats)
+        found["load_artifact"] = timing.measure(self.load, repeats)
+        found["load_artifact, files not in memory"] = timing.take_turns({"load": self._cold_load_s}, repeats)["load"]
+        artifact = self.load()
+        found["graft"] = timing.measure(lambda: _arrays(engine.graft(artifact)), repeats)
+        grafted = engine.graft(artifact)
+        found["extend by the question"] = timing.measure(
+            lambda: _arrays(engine.extend(grafted, self.question)), repeats
+        )
+        return found
+
+    def _step(self, start: int) -> Callable[[], step_lib.StepResult]:
+        """One step with a token in every lane, on a cache of its own that it hands on from call to call."""
+        runner, config = self._engine.runner, self._engine.step_config
+        cache = cache_lib.make_cache(config.model, self._engine.capacity + config.width, config.jnp_dtype)
+        tokens_T = step_lib.pad_tokens(self.context[: config.width], config.width)
+
+        def step() -> step_lib.StepResult:
+            nonlocal cache
+            result = runner.programs.step(
+                runner.params, runner.tables, cache, tokens_T, np.int32(start), np.int32(config.width)
+            )
+            cache = result.cache
+            return result
+
+        jax.block_until_ready(cache)
+        return step
+
+    def _cold_load_s(self) -> float:
+        for path in self._files():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return timing.timed(self.load)
+
+    def _files(self) -> list[pathlib.Path]:
+        return [path for path in (self._directory / self._artifact_id).rglob("*") if path.is_file()]
+
+
+def _arrays(state: state_lib.State) -> tuple[cache_lib.Cache, jax.Array]:
+    return state.cache, state.logits
