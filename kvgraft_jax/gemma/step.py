@@ -19,6 +19,7 @@ from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import rotary as rotary_lib
 from kvgraft_jax.gemma import transformer
+from kvgraft_jax.gemma.weights import layout
 
 DTYPES = ("bfloat16", "float32")
 
@@ -95,14 +96,6 @@ class Programs:
         hidden_BxD = jnp.take(hidden_TxD, lane_B, axis=0, mode="clip")
         return self._model.apply({"params": params}, hidden_BxD, method=self._model.head)
 
-    def abstract_params(self) -> dict:
-        """Shapes and dtypes of the parameters, without allocating any."""
-        tables, cache = self._abstract(self.config.kv_block + self.config.width)
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        tokens_T = jax.ShapeDtypeStruct((self.config.width,), jnp.int32)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(self._model.init, key, tokens_T, tables, cache, scalar, scalar)["params"]
-
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
         """SHA-256 of the StableHLO text of both programs, lowered at one canonical capacity.
@@ -111,10 +104,13 @@ class Programs:
         """
         width, embed_dim = self.config.width, self.config.model.embed_dim
         tables, cache = self._abstract(4 * self.config.kv_block + width)
-        params = self.abstract_params()
+        dtype = self.config.jnp_dtype
+        params = layout.nest(
+            {p.path: jax.ShapeDtypeStruct(p.shape, dtype) for p in layout.parameters(self.config.model)}
+        )
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         tokens_T = jax.ShapeDtypeStruct((width,), jnp.int32)
-        hidden_TxD = jax.ShapeDtypeStruct((width, embed_dim), self.config.jnp_dtype)
+        hidden_TxD = jax.ShapeDtypeStruct((width, embed_dim), dtype)
         return {
             "step": _text_digest(self.step.lower(params, tables, cache, tokens_T, scalar, scalar)),
             "head": _text_digest(self.head.lower(params, hidden_TxD, scalar)),

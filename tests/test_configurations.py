@@ -1,0 +1,109 @@
+"""The released sizes: parameter counts, layer kinds, scales; the decoder has the parameters that loaders fill."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import configurations, rotary, transformer
+from kvgraft_jax.gemma.weights import layout
+
+PARAMETERS = {
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+}
+FULL_LAYERS = {  # number of layers, and the last full one
+    "gemma-3-270m": (18, 17),
+    "gemma-3-1b": (26, 23),
+    "gemma-3-4b": (34, 29),
+    "gemma-3-12b": (48, 47),
+    "gemma-3-27b": (62, 59),
+}
+
+
+def abstract_init(config: config_lib.GemmaConfig):
+    """Shapes and dtypes of what Flax would initialise; allocates nothing."""
+    model = transformer.Transformer(config, jnp.dtype("bfloat16"), 16)
+
+    def init():
+        cache = cache_lib.make_cache(config, 32, jnp.dtype("bfloat16"))
+        pair = (jnp.zeros((32, a.head_dim // 2), jnp.bfloat16) for a in (config.sliding, config.full))
+        tables = rotary.RotaryTables(*(rotary.RotaryTable(rows, rows) for rows in pair))
+        start, count = jnp.int32(0), jnp.int32(8)
+        return model.init(jax.random.key(0), jnp.zeros(8, jnp.int32), tables, cache, start, count)
+
+    return jax.eval_shape(init)["params"]
+
+
+@pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
+def test_the_decoder_has_the_parameters_of_the_layout(name):
+    config = configurations.get(name)
+    found = {
+        "/".join(key.key for key in path): (leaf.shape, leaf.dtype.name)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_init(config))
+    }
+    assert found == {p.path: (p.shape, "bfloat16") for p in layout.parameters(config)}
+    assert sum(math.prod(shape) for shape, _ in found.values()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
+def test_layer_kinds(name):
+    config = configurations.get(name)
+    full = [layer for layer, kind in enumerate(config.layer_kinds) if kind == config_lib.FULL]
+    assert (config.num_layers, full[-1]) == FULL_LAYERS[name]
+    assert full == list(range(5, config.num_layers, 6))
+
+
+def test_27b_scales_queries_by_168():
+    config = configurations.get("gemma-3-27b")
+    assert config.query_scale == 168**-0.5 and config.full.head_dim == 128
+
+
+def test_small_sizes_have_no_rotary_scale_and_a_short_window():
+    for name in ("gemma-3-270m", "gemma-3-1b"):
+        config = configurations.get(name)
+        assert config.full.rotary.scale == 1 and config.sliding.window == 512
+    assert configurations.get("gemma-3-4b").full.rotary.scale == 8
+
+
+def test_unknown_name_lists_the_known():
+    with pytest.raises(errors.ConfigError, match="gemma-3-270m"):
+        configurations.get("gemma-9-1b")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3, "sliding": config_lib.AttentionConfig(2, 8, config_lib.RotaryConfig(1e4), 4)}, "num_heads"),
+        ({"layer_kinds": ()}, "layer_kinds"),
+        ({"layer_kinds": ("linear",)}, "layer_kinds"),
+        ({"full": config_lib.AttentionConfig(1, 8, config_lib.RotaryConfig(1e4), 4)}, "window"),
+        ({"final_softcap": 0.0}, "final_softcap"),
+        ({"embed_dim": 0}, "embed_dim"),
+    ],
+)
+def test_impossible_configurations(change, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        dataclasses.replace(configurations.get("gemma-3-270m"), **change)
+
+
+def test_odd_head_width_and_tiny_window():
+    with pytest.raises(errors.ConfigError, match="head_dim: got 7"):
+        config_lib.AttentionConfig(1, 7, config_lib.RotaryConfig(1e4))
+    with pytest.raises(errors.ConfigError, match="window: got 1"):
+        config_lib.AttentionConfig(1, 8, config_lib.RotaryConfig(1e4), 1)
+
+
+def test_documents_are_json_and_nameless():
+    document = configurations.get("gemma-3-270m").document()
+    assert "name" not in document and document["sliding"]["window"] == 512
