@@ -1,4 +1,4 @@
-"""The XLA flags: set when the engine is imported, refused when late or contradicted, asserted on the running backend."""
+"""The XLA flags: set when the engine is imported, refused when late or contradicted, asserted on the backend."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ _FIXED = {
     "hidden_act": ("gelu_pytorch_tanh", None),
     "tie_word_embeddings": (True,),
     "attention_bias": (False,),
-    "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
     "quantization_config": (None,),
 }
 
+_SOFTCAP_KEY = "final_logit_softcapping"
 _ROTARY_KEYS = {"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"}
 _KIND_KEYS = {"layer_types", "sliding_window_pattern", "_sliding_window_pattern"}
 _WITHOUT_EFFECT = {
@@ -115,6 +115,9 @@ def parse_config(document: Mapping[str, Any], name: str, stop: int | list[int] |
     stop = [1] if stop is None else stop if isinstance(stop, list) else [stop]
     if not stop or any(type(token) is not int for token in stop):
         raise errors.ConfigError(f"eos_token_id: got {stop!r}, wanted one or more token ids")
+    softcap = text.get(_SOFTCAP_KEY)
+    if softcap is not None and type(softcap) not in (int, float):
+        raise errors.ConfigError(f"{_SOFTCAP_KEY}: got {softcap!r}, wanted a number or null")
     head = values["num_key_value_heads"], values["head_dim"]
     return config_lib.GemmaConfig(
         name=name,
@@ -126,6 +129,7 @@ def parse_config(document: Mapping[str, Any], name: str, stop: int | list[int] |
         sliding=config_lib.AttentionConfig(*head, _rotary(text, "sliding_attention"), values["sliding_window"]),
         full=config_lib.AttentionConfig(*head, _rotary(text, "full_attention")),
         query_scale=float(values["query_pre_attn_scalar"]) ** -0.5,
+        final_softcap=None if softcap is None else float(softcap),
         norm_eps=float(values["rms_norm_eps"]),
         max_positions=values["max_position_embeddings"],
         pad_id=values["pad_token_id"],
@@ -135,7 +139,7 @@ def parse_config(document: Mapping[str, Any], name: str, stop: int | list[int] |
 
 
 def _problems(text: Mapping[str, Any]) -> list[str]:
-    known = _DEFAULTS.keys() | _FIXED.keys() | _ROTARY_KEYS | _KIND_KEYS | _WITHOUT_EFFECT
+    known = {_SOFTCAP_KEY} | _DEFAULTS.keys() | _FIXED.keys() | _ROTARY_KEYS | _KIND_KEYS | _WITHOUT_EFFECT
     unknown = {key: value for key, value in text.items() if key not in known and value is not None}
     problems = [f"unknown key {key} = {value!r}" for key, value in unknown.items()]
     for key, accepted in _FIXED.items():
