@@ -96,20 +96,27 @@ def test_no_file_names_the_place_where_it_was_made(stored):
         assert str(stored).encode() not in path.read_bytes(), path
 
 
-def test_inside_a_running_event_loop_and_from_threads(tmp_path):
+def test_inside_a_running_event_loop(tmp_path):
     artifact = entries.make_artifact()
 
     async def both():
-        return storage.load_artifact(tmp_path / "loop", storage.save_artifact(artifact, tmp_path / "loop"))
+        return storage.load_artifact(tmp_path, storage.save_artifact(artifact, tmp_path))
 
     assert asyncio.run(both()) == artifact
+
+
+def test_threads_that_save_and_load_at_once(tmp_path):
+    artifacts = [entries.make_artifact(number) for number in range(8)]
+
+    def work(shift):
+        for i in range(8):
+            artifact = artifacts[(i + 3 * shift) % 8]
+            assert storage.load_artifact(tmp_path, storage.save_artifact(artifact, tmp_path)) == artifact
+
     with futures.ThreadPoolExecutor(4) as pool:
-        ids = list(
-            pool.map(lambda number: storage.save_artifact(entries.make_artifact(number % 2), tmp_path / "t"), range(8))
-        )
-        assert set(ids) == set(storage.list_artifacts(tmp_path / "t")) and len(set(ids)) == 2
-        loaded = list(pool.map(lambda artifact_id: storage.load_artifact(tmp_path / "t", artifact_id).artifact_id, ids))
-    assert loaded == ids and not entries.rooms(tmp_path / "t")
+        list(pool.map(work, range(4)))
+    assert set(storage.list_artifacts(tmp_path)) == {artifact.artifact_id for artifact in artifacts}
+    assert not entries.rooms(tmp_path)
 
 
 def test_a_relative_directory_works(tmp_path, monkeypatch):
