@@ -1,0 +1,175 @@
+"""Detectors: computations of the same text that an invariance check must tell from the engine's own.
+
+Three are what a usual server does (cut freely, batch with `vmap`, run another width), two are damage inside the valid
+slots. Other shapes round alike for some sizes and machines, so a detector tries settings until one shows a difference,
+and the results list every try. A request in company is compared with the same program alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+
+from experiments import schedules
+import kvgraft_jax as kg
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import generate, rotary
+from kvgraft_jax.gemma import step as step_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Try:
+    """One setting of a detector.
+
+    Attributes:
+      detector: its name.
+      setting: what was computed.
+      compute: gives the outcome that must differ.
+      alone: width of the computation from which it must differ; None means the engine's plain schedule.
+    """
+
+    detector: str
+    setting: str
+    compute: Callable[[], schedules.Outcome]
+    alone: int | None = None
+
+
+def tries(bench: Bench, width: int) -> Iterator[Try]:
+    """All settings, in the order in which they are tried; those that differ on most machines come first."""
+    narrow, wide = max(2, width // 8), 4 * width
+    for other in (narrow, wide):
+        yield Try("another_width", f"width {other}", functools.partial(bench.alone, other))
+    for widths in ((wide, narrow), (2 * width, wide)):
+        text = f"{widths[0]} tokens in one program, then {widths[1]} at a time in another"
+        yield Try("free_chunking", text, functools.partial(bench.chunked, widths))
+    for requests, lanes in ((8, narrow), (4, width)):
+        text = f"vmap over {requests} requests, against one alone, width {lanes}"
+        yield Try("vmap_over_requests", text, functools.partial(bench.company, requests, lanes), alone=lanes)
+    yield Try("row_bit", "lowest bit of one key element, newest row, layer 0", bench.flipped)
+    yield Try("nan_inside", "NaN in the newest row of every layer", bench.poisoned)
+
+
+class Bench:
+    """Carries the computations out, in caches of one size so that each program is compiled once."""
+
+    def __init__(self, engine: kg.Engine, token_ids: Sequence[int], checkpoints: Sequence[int]):
+        self._engine, self._token_ids, self._checkpoints = engine, tuple(token_ids), checkpoints
+        config = engine.step_config
+        self._num_slots = engine.capacity + 4 * config.width
+        self._tables = rotary.make_tables(config.model, self._num_slots, config.jnp_dtype)
+        self._alone: dict[int, schedules.Outcome] = {}
+
+    def alone(self, width: int) -> schedules.Outcome:
+        """The whole text by itself through a program of this width; computed once."""
+        if width not in self._alone:
+            self._alone[width] = self.chunked((width,))
+        return self._alone[width]
+
+    def chunked(self, widths: Sequence[int]) -> schedules.Outcome:
+        """Chunks of these sizes, the last of them again and again, each through a program of its own width."""
+        watch = schedules.Checkpoints(self._checkpoints)
+        cache, read = schedules.make_cache(self._engine, self._num_slots), 0
+        for width in itertools.chain(widths, itertools.repeat(widths[-1])):
+            runner, chunk = self._runner(width), self._token_ids[read : read + width]
+            result = schedules.feed(runner, cache, chunk, read, watch)
+            cache, read = result.cache, read + len(chunk)
+            if read == len(self._token_ids):
+                break
+        return self._outcome(cache, generate.next_logits(runner, result), watch)
+
+    def company(self, requests: int, width: int) -> schedules.Outcome:
+        """The text as the first of several requests that one `vmap` runs side by side."""
+        config, runner = self._engine.step_config, self._runner(width)
+        others = np.random.default_rng(0).integers(0, config.model.vocab_size, (requests, len(self._token_ids)))
+        tokens_BxT = np.concatenate([np.array([self._token_ids]), others[1:]]).astype(np.int32)
+        step = jax.jit(jax.vmap(runner.programs.step, in_axes=(None, None, 0, 0, 0, 0)), donate_argnums=2)
+        cache = jax.tree.map(
+            lambda array: np.zeros((requests, *array.shape), array.dtype),
+            schedules.make_cache(self._engine, self._num_slots),
+        )
+        watch = schedules.Checkpoints(self._checkpoints)
+        for first in range(0, len(self._token_ids), width):
+            chunk_BxT = tokens_BxT[:, first : first + width]
+            count = chunk_BxT.shape[1]
+            padded_BxT = np.stack([step_lib.pad_tokens(chunk_T.tolist(), width) for chunk_T in chunk_BxT])
+            place_B, count_B = np.full(requests, first, np.int32), np.full(requests, count, np.int32)
+            result = step(runner.params, runner.tables, cache, padded_BxT, place_B, count_B)
+            cache, hidden_TxD = result.cache, result.hidden_TxD[0]
+            watch.look(runner.programs, runner.params, hidden_TxD, first, count)
+        last = generate.RunResult(cache, hidden_TxD, count - 1)
+        own_cache = jax.tree.map(lambda array: array[0], cache)
+        return self._outcome(own_cache, generate.next_logits(runner, last), watch)
+
+    def flipped(self) -> schedules.Outcome:
+        """One bit of a key changes before the last token is read."""
+
+        def damage(cache: cache_lib.Cache, newest: int) -> cache_lib.Cache:
+            k_rot_SxKxH = np.array(cache.layers[0].k_rot_SxKxH)
+            k_rot_SxKxH[newest].view(np.uint8)[0, 0] ^= 1
+            layer = dataclasses.replace(cache.layers[0], k_rot_SxKxH=jax.numpy.array(k_rot_SxKxH))
+            return cache_lib.Cache((layer, *cache.layers[1:]))
+
+        return self._damaged(damage)
+
+    def poisoned(self) -> schedules.Outcome:
+        """The newest row is taken for a dead one and buried under NaN before the last token is read."""
+
+        def damage(cache: cache_lib.Cache, newest: int) -> cache_lib.Cache:
+            rng = np.random.default_rng(0)
+            return schedules.bury(cache, self._engine.model.config, 0, newest, schedules.NAN, rng)
+
+        return self._damaged(damage)
+
+    def _damaged(self, damage: Callable[[cache_lib.Cache, int], cache_lib.Cache]) -> schedules.Outcome:
+        watch, runner = schedules.Checkpoints(self._checkpoints), self._engine.runner
+        *most, last = self._token_ids
+        result = schedules.feed(runner, schedules.make_cache(self._engine), most, 0, watch)
+        cache = damage(result.cache, len(most) - 1)
+        result = schedules.feed(runner, cache, [last], len(most), watch)
+        return self._outcome(result.cache, generate.next_logits(runner, result), watch)
+
+    def _runner(self, width: int) -> generate.Runner:
+        config = dataclasses.replace(self._engine.step_config, width=width)
+        return generate.Runner(step_lib.programs(config), self._engine.runner.params, self._tables)
+
+    def _outcome(self, cache: cache_lib.Cache, logits_V: jax.Array, watch: schedules.Checkpoints) -> schedules.Outcome:
+        state = schedules.make_state(self._engine, cache, self._token_ids, logits_V)
+        return schedules.outcome(state, watch)
+
+
+def run(
+    engine: kg.Engine, token_ids: Sequence[int], checkpoints: Sequence[int], reference: schedules.Outcome
+) -> Iterator[dict[str, str | bool]]:
+    """Tries every detector until it fires; gives a row for each try.
+
+    Args:
+      engine: the one under test.
+      token_ids: the text.
+      checkpoints: positions after which the logits are hashed.
+      reference: of the plain schedule.
+    """
+    bench = Bench(engine, token_ids, checkpoints)
+    fired = set()
+    for attempt in tries(bench, engine.step_config.width):
+        if attempt.detector in fired:
+            continue
+        try:
+            outcome = attempt.compute()
+        except errors.KVGraftError as error:
+            outcome = schedules.refused(error)
+        against = reference if attempt.alone is None else bench.alone(attempt.alone)
+        if outcome.sha256 != against.sha256:
+            fired.add(attempt.detector)
+        yield {
+            "detector": attempt.detector,
+            "setting": attempt.setting,
+            "fired": attempt.detector in fired,
+            "sha256": outcome.sha256,
+            "against_sha256": against.sha256,
+        }

@@ -1,0 +1,251 @@
+"""What every experiment shares: flags and settings, the output folder, result.json and report.md, and the exit code.
+
+Exit codes: 0 the claim holds, 1 it does not, 2 the experiment could not be carried out as asked (a message on stderr).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import sys
+import time
+from typing import Any
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+import kvgraft_jax as kg
+from kvgraft_jax import errors
+from kvgraft_jax import pin as pin_lib
+
+HOLDS, FAILS, REFUSED = 0, 1, 2
+RESULT = "result.json"
+REPORT = "report.md"
+
+_PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes")
+_HEADINGS = ("experiment", "claim", "holds", "pin")
+_LISTS = ("tries", "rows")
+_GROUPS = ("inputs", "outputs", "config", "environment")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_SHORT_HASH = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What a run found, as plain JSON data.
+
+    Attributes:
+      holds: whether the claim does.
+      figures: name to number, or to a flat mapping of them; they stand at the top of result.json.
+      pin: of the engine under test.
+      inputs, outputs: name to SHA-256 (hex).
+      rows: one flat mapping per sample or schedule, all with the same names.
+      tries: one flat mapping per try of a detector; may be empty.
+    """
+
+    holds: bool
+    figures: Mapping[str, Any]
+    pin: pin_lib.Pin
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    rows: Sequence[Mapping[str, Any]]
+    tries: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One experiment.
+
+    Attributes:
+      name: its module's.
+      claim: one sentence that the run finds true or false.
+      settings: frozen dataclass of the fields that it reads from a configuration, `model` and `dtype` among them;
+        raises `ConfigError` on values that make no sense.
+      run: (settings, model, out) to findings; draws its plots into the folder `out`.
+    """
+
+    name: str
+    claim: str
+    settings: type
+    run: Callable[[Any, kg.Model, pathlib.Path], Findings]
+
+
+def main(experiment: Experiment) -> None:
+    """Runs an experiment as the command line asks and exits."""
+    config = config_flags.DEFINE_config_file("config", help_string="configs/FILE.py; --config.FIELD=VALUE overrides")
+    out = flags.DEFINE_string("out", None, "folder for the results; new or empty")
+
+    def run(_: Sequence[str]) -> int:
+        logging.set_verbosity(logging.WARNING)
+        return execute(experiment, config.value, out.value)
+
+    app.run(run, flags_parser=functools.partial(_parse, experiment.name))
+
+
+def execute(experiment: Experiment, config: Mapping[str, Any] | None, out: str | os.PathLike[str] | None) -> int:
+    """Checks everything that was asked for, runs, writes the results, prints the table.
+
+    Args:
+      experiment: what to run.
+      config: the configuration; fields that this experiment does not read are those of another.
+      out: folder for the results.
+
+    Returns:
+      The exit code.
+    """
+    try:
+        settings = read_settings(experiment.settings, config)
+        folder = _new_folder(out)
+        began = time.perf_counter()
+        model = kg.load_model(settings.model, settings.dtype)
+        findings = experiment.run(settings, model, folder)
+        document = _document(experiment, settings, findings, time.perf_counter() - began)
+        write_text(folder / RESULT, json.dumps(document, indent=1, allow_nan=False) + "\n")
+        write_text(folder / REPORT, report(document))
+    except errors.KVGraftError as error:
+        return _refuse(experiment.name, str(error))
+    except (ImportError, OSError) as error:
+        return _refuse(experiment.name, f"{type(error).__name__}: {error}")
+    print(table(document))
+    return HOLDS if findings.holds else FAILS
+
+
+def read_settings(settings_type: type, config: Mapping[str, Any] | None) -> Any:
+    """The fields of a configuration as `settings_type`.
+
+    Raises:
+      ConfigError: a field is missing, or is of another type.
+    """
+    if config is None:
+        raise errors.ConfigError("--config: got none, wanted --config=configs/FILE.py")
+    values = {}
+    for field in dataclasses.fields(settings_type):
+        if field.name not in config:
+            raise errors.ConfigError(f"configuration: has no field {field.name!r}; {settings_type.__name__} needs it")
+        value = config[field.name]
+        wanted = {"str": str, "int": int, "tuple[int, ...]": tuple}[field.type]
+        items = value if wanted is tuple and type(value) is tuple else ()
+        if type(value) is not wanted or any(type(item) is not int for item in items):
+            raise errors.ConfigError(f"configuration: {field.name}: got {value!r}, wanted {field.type}")
+        values[field.name] = value
+    return settings_type(**values)
+
+
+def report(document: Mapping[str, Any]) -> str:
+    """The content of result.json as Markdown; SHA-256 in the rows are cut to their first 16 digits."""
+    lines = [f"# {document['experiment']}: {_verdict(document)}", "", document["claim"], ""]
+    lines += ["## Figures", "", *_markdown(("figure", "value"), _figures(document))]
+    for name in _GROUPS:
+        lines += [f"## {name.capitalize()}", "", *_markdown((name, "value"), document[name].items())]
+    for name in _LISTS:
+        rows = document[name]
+        if rows:
+            cells = ([_shortened(value) for value in row.values()] for row in rows)
+            lines += [f"## {name.capitalize()}", "", *_markdown(rows[0].keys(), cells)]
+    return "\n".join(lines)
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """The figures in two columns and a line that says PASS or FAIL."""
+    cells = [(name, _text(value)) for name, value in _figures(document)]
+    width = max(len(name) for name, _ in cells)
+    lines = [f"  {name:<{width}}  {text}" for name, text in cells]
+    return "\n".join([document["experiment"], *lines, f"{_verdict(document)}: {document['claim']}"])
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def _parse(name: str, argv: list[str]) -> list[str]:
+    """Parses the flags; whatever is wrong with them, or with the configuration file, exits with REFUSED."""
+    try:
+        rest = flags.FLAGS(argv)
+        config = flags.FLAGS["config"].value
+        _ = config is not None and list(config)  # A file that could not be read says so when it is used.
+    except AttributeError as error:
+        sys.exit(_refuse(name, f"--config: no such field: {error}"))
+    except Exception as error:  # A configuration file is a program and may raise anything.
+        sys.exit(_refuse(name, f"{type(error).__name__}: {error}"))
+    if len(rest) > 1:
+        sys.exit(_refuse(name, f"got the arguments {rest[1:]}, wanted only flags"))
+    return rest
+
+
+def _refuse(name: str, message: str) -> int:
+    print(f"{name}: {message}", file=sys.stderr)
+    return REFUSED
+
+
+def _new_folder(out: str | os.PathLike[str] | None) -> pathlib.Path:
+    if not out:
+        raise errors.InputError("--out: got none, wanted --out=DIR, a new or empty folder")
+    folder = pathlib.Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise errors.InputError(
+            f"--out: {folder} exists and is not an empty folder; choose another, nothing was written"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _document(experiment: Experiment, settings: Any, findings: Findings, seconds: float) -> dict[str, Any]:
+    return {
+        "experiment": experiment.name,
+        "claim": experiment.claim,
+        "holds": findings.holds,
+        **findings.figures,
+        "pin_id": findings.pin.id,
+        "seconds": round(seconds, 1),
+        "config": dataclasses.asdict(settings),
+        "inputs": dict(findings.inputs),
+        "outputs": dict(findings.outputs),
+        "environment": _environment(),
+        "pin": findings.pin.document,
+        "tries": [dict(row) for row in findings.tries],
+        "rows": [dict(row) for row in findings.rows],
+    }
+
+
+def _environment() -> dict[str, str | int]:
+    versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": os.cpu_count() or 0,
+        **versions,
+    }
+
+
+def _figures(document: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in document.items() if name not in _HEADINGS + _GROUPS + _LISTS]
+
+
+def _verdict(document: Mapping[str, Any]) -> str:
+    return "PASS" if document["holds"] else "FAIL"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items()) or "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _shortened(value: Any) -> Any:
+    return value[:_SHORT_HASH] if isinstance(value, str) and _HASH.fullmatch(value) else value
+
+
+def _markdown(header: Sequence[str], rows) -> list[str]:
+    cells = [[_text(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (tuple(header), *rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|" + " --- |" * len(cells[0]), *lines[1:], ""]
