@@ -6,6 +6,7 @@ Importing this module sets the XLA flags that exactness needs, so import it befo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import functools
 
 import jax
@@ -99,13 +100,14 @@ class Engine:
         """
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(0, len(planned), self.capacity, "new")
-        return self._read(self._fresh_cache(), (), planned, first_row=0, progress=progress)
+        return self._read(self._fresh_cache(), None, planned, progress=progress)
 
     def extend(self, state: state_lib.State, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
         """The context that has read `token_ids` after those of `state`, which stays as it is."""
-        planned = self._plan(state, token_ids)
-        cache = step_lib.copy_cache(state.cache)
-        return self._read(cache, state.token_ids, planned, first_row=state.first_row, progress=progress)
+        self._check_state(state)
+        planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
+        generate.plan_capacity(state.length, len(planned), self.capacity, "new")
+        return self._read(step_lib.copy_cache(state.cache), state, planned, progress=progress)
 
     def generate(
         self,
@@ -144,7 +146,8 @@ class Engine:
             on_token=on_token,
         )
         token_ids = state.token_ids + decoded.token_ids
-        return list(decoded.token_ids), self._state(decoded.cache, token_ids, decoded.logits_V, state.first_row)
+        after = dataclasses.replace(state, cache=decoded.cache, token_ids=token_ids, logits=decoded.logits_V)
+        return list(decoded.token_ids), after
 
     def score(self, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:
         """Next-token logits at every position of a fresh context: float32 [T, V], 4 V bytes a token, on the host."""
@@ -174,24 +177,28 @@ class Engine:
         self._check_state(state)
         return capture_lib.capture(state, self.pin, provenance or {}, policy=policy)
 
-    def graft(self, artifact: artifact_lib.Artifact, *, position: int = 0) -> state_lib.State:
+    def graft(
+        self, artifact: artifact_lib.Artifact, *, position: int = 0, allow_inexact: bool = False
+    ) -> state_lib.State:
         """A fresh context that holds the artifact's rows at their own positions, as if it had just read the text.
 
         Exact: bit-exact: K/V rows and logits equal those of the state that was captured.
+
+        Args:
+          artifact: what `capture` or `load_artifact` returned.
+          position: its own, 0; another one is refused.
+          allow_inexact: accept an artifact of another machine or program (device, software, width), though never of
+            another model; the state is then labelled `exact=False` and cannot be captured.
 
         Raises:
           PinMismatch: made under another pin; names every field that differs.
           InputError: a position other than the artifact's own.
           CapacityError, IntegrityError, WindowError: see `grafting.graft.plan_graft`.
         """
-        graft_lib.plan_graft(artifact, self.pin, self.step_config, self.capacity, position)
-        return graft_lib.graft(artifact, self.step_config, self.model.digest, self.capacity)
-
-    def _plan(self, state: state_lib.State, token_ids: Sequence[int]) -> tuple[int, ...]:
-        self._check_state(state)
-        planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
-        generate.plan_capacity(state.length, len(planned), self.capacity, "new")
-        return planned
+        exact = graft_lib.plan_graft(
+            artifact, self.pin, self.step_config, self.capacity, position=position, allow_inexact=allow_inexact
+        )
+        return graft_lib.graft(artifact, self.step_config, self.model.digest, self.capacity, exact=exact)
 
     def _check_state(self, state: state_lib.State) -> None:
         ours = (self.step_config, self.model.digest, self.capacity)
@@ -208,19 +215,10 @@ class Engine:
         return cache_lib.make_cache(config.model, self.capacity + config.width, config.jnp_dtype)
 
     def _read(
-        self,
-        cache: cache_lib.Cache,
-        held: tuple[int, ...],
-        token_ids: tuple[int, ...],
-        *,
-        first_row: int,
-        progress: bool,
+        self, cache: cache_lib.Cache, before: state_lib.State | None, token_ids: tuple[int, ...], *, progress: bool
     ) -> state_lib.State:
-        result = generate.run(self.runner, cache, token_ids, len(held), progress=progress)
+        result = generate.run(self.runner, cache, token_ids, before.length if before else 0, progress=progress)
         logits_V = generate.next_logits(self.runner, result)
-        return self._state(result.cache, held + token_ids, logits_V, first_row)
-
-    def _state(
-        self, cache: cache_lib.Cache, token_ids: tuple[int, ...], logits_V: jax.Array, first_row: int
-    ) -> state_lib.State:
-        return state_lib.State(cache, token_ids, logits_V, self.step_config, self.model.digest, first_row)
+        if before is None:
+            return state_lib.State(result.cache, token_ids, logits_V, self.step_config, self.model.digest)
+        return dataclasses.replace(before, cache=result.cache, token_ids=before.token_ids + token_ids, logits=logits_V)

@@ -279,6 +279,22 @@ def test_two_widths_give_two_artifacts_and_a_refusal():
     assert "width" in caught.value.fields
 
 
+def test_an_inexact_graft_is_asked_for_labelled_and_never_deposited():
+    donor, engine = tiny.engine(width=16), tiny.engine()
+    artifact = donor.capture(donor.prefill(tiny.tokens(30)))
+    with pytest.raises(errors.PinMismatch):
+        engine.graft(artifact)
+    state = engine.graft(artifact, allow_inexact=True)
+    assert not state.exact and not engine.extend(state, [5]).exact and "inexact" in repr(state)
+    assert "exact          " in str(compare.compare(state, engine.prefill(tiny.tokens(30))))
+    assert engine.graft(engine.capture(engine.prefill([1])), allow_inexact=True).exact
+    with pytest.raises(errors.CaptureError, match="another machine or program"):
+        engine.capture(engine.generate(state, max_new_tokens=1)[1])
+    with pytest.raises(errors.PinMismatch) as caught:
+        tiny.engine("float32").graft(artifact, allow_inexact=True)
+    assert caught.value.fields == ("dtype", "weights")
+
+
 class TestDetectors:
     """The hashes above would differ if exactness were lost: each of these computes the same thing another way."""
 

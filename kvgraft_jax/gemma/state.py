@@ -20,6 +20,7 @@ class State:
       logits: float32 [V], of the token after the last.
       step_config: what the programs that made it were built from.
       weights: content digest of the weights that made it.
+      exact: False after the graft of an artifact that another machine or program made; it stays False.
       first_row: oldest valid row of the sliding layers; above 0 after the graft of an artifact without the older ones.
     """
 
@@ -28,6 +29,7 @@ class State:
     logits: jax.Array
     step_config: step_lib.StepConfig
     weights: str
+    exact: bool = True
     first_row: int = 0
 
     @property
@@ -41,6 +43,5 @@ class State:
         return self.cache.num_slots - self.step_config.width
 
     def __repr__(self) -> str:
-        return (
-            f"State({self.length} of {self.capacity} tokens, {self.step_config.model.name}, {self.step_config.dtype})"
-        )
+        made = f"{self.step_config.model.name}, {self.step_config.dtype}{'' if self.exact else ', inexact'}"
+        return f"State({self.length} of {self.capacity} tokens, {made})"

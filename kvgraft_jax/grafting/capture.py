@@ -89,7 +89,16 @@ def capture(
 
     Returns:
       Token ids, K/V rows, next-token logits, pin and provenance, on the host.
+
+    Raises:
+      CaptureError: the state is not exact, so the pin does not tell what made its rows; or a row holds NaN.
+      WindowError: see `plan_capture`.
     """
+    if not state.exact:
+        raise errors.CaptureError(
+            "this state was grafted from an artifact of another machine or program, so its rows are not what this "
+            "engine's pin says; prefill the text here and capture that"
+        )
     return artifact_lib.Artifact(
         policy, state.token_ids, read_stacks(state, policy), np.array(state.logits), pin, provenance
     )

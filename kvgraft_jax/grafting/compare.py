@@ -29,6 +29,7 @@ class Comparison:
       max_abs_logit: largest absolute difference of the logits.
       argmax_agree: both would decode the same next token.
       tokens_equal: both hold the same tokens.
+      exact: neither state descends from an inexact graft.
       policy: which K/V rows were compared.
     """
 
@@ -38,6 +39,7 @@ class Comparison:
     max_abs_logit: float
     argmax_agree: bool
     tokens_equal: bool
+    exact: bool
     policy: str
 
     @property
@@ -71,6 +73,7 @@ class Comparison:
                 row("KL (nats)", "", "", repr(self.kl_nats)),
                 row("max |logit|", "", "", repr(self.max_abs_logit)),
                 row("argmax", "", "", "agrees" if self.argmax_agree else "DIFFERENT"),
+                *([] if self.exact else [row("exact", "", "", "false: a graft across machines or programs")]),
             ]
         )
 
@@ -127,6 +130,7 @@ def compare(state_a: state_lib.State, state_b: state_lib.State, *, policy: str =
         max_abs_logit=float(np.max(np.abs(a_V.astype(np.float64) - b_V.astype(np.float64)))),
         argmax_agree=bool(np.argmax(a_V) == np.argmax(b_V)),
         tokens_equal=state_a.token_ids == state_b.token_ids,
+        exact=state_a.exact and state_b.exact,
         policy=policy,
     )
 

@@ -14,10 +14,31 @@ from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import capture, rows
 
+MACHINE_FIELDS = (
+    "cpu",
+    "device_kind",
+    "head_lanes",
+    "jax",
+    "jaxlib",
+    "kv_block",
+    "platform",
+    "program",
+    "width",
+    "xla_flags",
+)
+"""Pin fields in which an artifact may differ when an inexact graft is asked for: the machine and the program, never
+the model, its weights, its dtype or its tokens."""
+
 
 def plan_graft(
-    artifact: artifact_lib.Artifact, pin: pin_lib.Pin, config: step_lib.StepConfig, capacity: int, position: int
-) -> None:
+    artifact: artifact_lib.Artifact,
+    pin: pin_lib.Pin,
+    config: step_lib.StepConfig,
+    capacity: int,
+    *,
+    position: int = 0,
+    allow_inexact: bool = False,
+) -> bool:
     """Checks that an artifact may be grafted, before anything is allocated.
 
     Args:
@@ -26,17 +47,22 @@ def plan_graft(
       config: what the engine's programs are built from.
       capacity: tokens that the engine's cache holds.
       position: where the artifact's first token shall stand.
+      allow_inexact: accept differences in `MACHINE_FIELDS`.
+
+    Returns:
+      Whether the graft is bit-exact.
 
     Raises:
-      PinMismatch: made under another pin; names every field that differs.
+      PinMismatch: made under another pin; names every field that differs and is not allowed to.
       InputError: a position other than the artifact's own.
       CapacityError: more tokens than slots.
       IntegrityError: layers, rows or shapes that this model does not have.
       WindowError: the sliding rows do not reach back as far as the next token sees.
     """
     differences = pin_lib.diff(pin, artifact.pin)
-    if differences:
-        raise errors.PinMismatch(artifact.artifact_id, differences)
+    refused = [d for d in differences if not (allow_inexact and d.field.split(".")[0] in MACHINE_FIELDS)]
+    if refused:
+        raise errors.PinMismatch(artifact.artifact_id, refused)
     if position != 0:
         raise errors.InputError(
             f"position: got {position}, wanted 0: keys are stored after rotary encoding, so a graft at any but its own "
@@ -64,6 +90,7 @@ def plan_graft(
                 f"artifact {artifact.artifact_id}: {kind} layers begin at row {stack.start}, but the next token sees "
                 f"rows from {needed} on; deposit the text again"
             )
+    return not differences
 
 
 def apply_graft(artifact: artifact_lib.Artifact, cache: cache_lib.Cache, kv_block: int) -> cache_lib.Cache:
@@ -80,8 +107,10 @@ def apply_graft(artifact: artifact_lib.Artifact, cache: cache_lib.Cache, kv_bloc
     return cache_lib.Cache(tuple(layers))
 
 
-def graft(artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, capacity: int) -> state_lib.State:
-    """The state that the artifact was captured from, in a fresh context; `plan_graft` must have passed."""
+def graft(
+    artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, capacity: int, *, exact: bool
+) -> state_lib.State:
+    """The state that the artifact was captured from, in a fresh context; `exact` is what `plan_graft` returned."""
     cache = cache_lib.make_cache(config.model, capacity + config.width, config.jnp_dtype)
     sliding_starts = [stack.start for stack in artifact.stacks if stack.kind == config_lib.SLIDING]
     return state_lib.State(
@@ -90,6 +119,7 @@ def graft(artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights:
         logits=jnp.array(artifact.logits_V),
         step_config=config,
         weights=weights,
+        exact=exact,
         first_row=max(sliding_starts, default=0),
     )
 
