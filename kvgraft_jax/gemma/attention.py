@@ -113,22 +113,30 @@ class Attention(nn.Module):
     Attributes:
       config: the decoder.
       attention: this layer's attention kind.
+      owns_kv: False for a layer that reads another one's keys and values.
       kv_block: slots per block.
     """
 
     config: config_lib.GemmaConfig
     attention: config_lib.AttentionConfig
+    owns_kv: bool
     kv_block: int
 
     def setup(self):
         embed_dim, num_heads = self.config.embed_dim, self.config.num_heads
         num_kv_heads, head_dim = self.attention.num_kv_heads, self.attention.head_dim
         self.q_proj = layers.Linear("TD,DNH->TNH", (embed_dim, num_heads, head_dim), embed_dim)
-        self.k_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim), embed_dim)
-        self.v_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim), embed_dim)
         self.o_proj = layers.Linear("TNH,NHD->TD", (num_heads, head_dim, embed_dim), num_heads * head_dim)
-        self.q_norm = layers.RMSNorm(self.config.norm_eps)
-        self.k_norm = layers.RMSNorm(self.config.norm_eps)
+        eps, plus_one = self.config.norm_eps, self.config.norm_plus_one
+        self.q_norm = layers.RMSNorm(eps, plus_one)
+        if not self.owns_kv:
+            return
+        self.k_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim), embed_dim)
+        self.k_norm = layers.RMSNorm(eps, plus_one)
+        if not self.attention.values_are_keys:
+            self.v_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim), embed_dim)
+        if self.config.value_norm:
+            self.v_norm = layers.RMSNorm(eps, has_weight=False)
 
     def __call__(
         self,
@@ -138,11 +146,25 @@ class Attention(nn.Module):
         start: jax.Array,
         count: jax.Array,
     ) -> tuple[jax.Array, cache_lib.LayerCache]:
-        """Args: x [T, D]; the rotary rows of these T positions; the layer's cache. Returns: [T, D], the new cache."""
+        """Attends; a layer that owns keys and values writes them first.
+
+        Args:
+          x_TxD: [T, D].
+          table_TxR: the rotary rows of these T positions.
+          layer: the cache of this layer, or of the one whose keys and values it reads.
+          start, count: int32 scalars.
+
+        Returns:
+          [T, D], and the cache.
+        """
         cos_TxR, sin_TxR = table_TxR.cos_SxR, table_TxR.sin_SxR
         q_rot_TxNxH = rotary_lib.rotate(self.q_norm(self.q_proj(x_TxD)), cos_TxR, sin_TxR)
-        k_rot_TxKxH = rotary_lib.rotate(self.k_norm(self.k_proj(x_TxD)), cos_TxR, sin_TxR)
-        layer = cache_lib.write_rows(layer, k_rot_TxKxH, self.v_proj(x_TxD), start)
+        if self.owns_kv:
+            k_raw_TxKxH = self.k_proj(x_TxD)
+            v_TxKxH = k_raw_TxKxH if self.attention.values_are_keys else self.v_proj(x_TxD)
+            v_TxKxH = self.v_norm(v_TxKxH) if self.config.value_norm else v_TxKxH
+            k_rot_TxKxH = rotary_lib.rotate(self.k_norm(k_raw_TxKxH), cos_TxR, sin_TxR)
+            layer = cache_lib.write_rows(layer, k_rot_TxKxH, v_TxKxH, start)
         out_TxNxH = block_attention(
             q_rot_TxNxH,
             layer,

@@ -34,7 +34,7 @@ class LayerCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of all layers, in layer order; S = capacity + width slots each."""
+    """Keys and values of all layers that own some, in layer order; S = capacity + width slots each."""
 
     layers: tuple[LayerCache, ...]
 
@@ -56,7 +56,7 @@ def make_cache(config: config_lib.GemmaConfig, num_slots: int, dtype: jnp.dtype)
         shape = (num_slots, attention.num_kv_heads, attention.head_dim)
         return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    return Cache(tuple(layer(config.attention(index)) for index in range(config.num_layers)))
+    return Cache(tuple(layer(config.attention(index)) for index in range(config.num_kv_layers)))
 
 
 def write_rows(layer: LayerCache, k_rot_TxKxH: jax.Array, v_TxKxH: jax.Array, start: jax.Array) -> LayerCache:

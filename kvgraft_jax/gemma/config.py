@@ -22,16 +22,20 @@ class RotaryConfig:
     Attributes:
       base: theta; the frequency of pair i is base^(-2i/H) / scale.
       scale: linear position scaling; every frequency is divided by it.
+      fraction: share of the R pairs that rotate, the first ones; the others have frequency 0 (proportional RoPE).
     """
 
     base: float
     scale: float = 1.0
+    fraction: float = 1.0
 
     def __post_init__(self):
         if not self.base > 1:
             raise errors.ConfigError(f"rotary base: got {self.base}, wanted a number above 1")
         if not self.scale > 0:
             raise errors.ConfigError(f"rotary scale: got {self.scale}, wanted a number above 0")
+        if not 0 < self.fraction <= 1:
+            raise errors.ConfigError(f"rotary fraction: got {self.fraction}, wanted a number above 0, at most 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +47,14 @@ class AttentionConfig:
       head_dim: H, head width; even.
       rotary: rotary encoding of queries and keys.
       window: keys that a query sees, itself included; None means all earlier ones.
+      values_are_keys: values are the raw key projection, before its norm and rotary encoding; there is no value one.
     """
 
     num_kv_heads: int
     head_dim: int
     rotary: RotaryConfig
     window: int | None = None
+    values_are_keys: bool = False
 
     def __post_init__(self):
         if self.head_dim <= 0 or self.head_dim % 2:
@@ -57,6 +63,40 @@ class AttentionConfig:
             raise errors.ConfigError(f"num_kv_heads: got {self.num_kv_heads}, wanted 1 or more")
         if self.window is not None and self.window < 2:
             raise errors.ConfigError(f"window: got {self.window}, wanted 2 or more, or None")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """Routed experts beside the dense feed-forward layer.
+
+    Attributes:
+      num_experts: E.
+      top_k: experts that a token goes through.
+      hidden_dim: F, feed-forward width of one expert.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_dim: int
+
+    def __post_init__(self):
+        if not 0 < self.top_k <= self.num_experts or self.hidden_dim <= 0:
+            raise errors.ConfigError(
+                f"experts: got {self.top_k} of {self.num_experts} with width {self.hidden_dim}, wanted 1 to all of them"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayerConfig:
+    """Embeddings that every layer looks up for itself.
+
+    Attributes:
+      vocab_size: rows of the table.
+      dim: P, width per layer.
+    """
+
+    vocab_size: int
+    dim: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +114,18 @@ class GemmaConfig:
       query_scale: attention logits are multiplied by this.
       final_softcap: c, where the head's logits x become c tanh(x / c); None leaves them as they are.
       norm_eps: epsilon of every RMSNorm.
+      norm_plus_one: RMSNorm multiplies by 1 + w (Gemma 3), else by w (Gemma 4).
+      value_norm: values go through an RMSNorm without weight.
+      layer_scalar: every layer ends by multiplying the residual stream with a number of its own.
+      num_kv_shared_layers: the last so many layers have no keys and values; each reads those of the last layer of its
+        kind that has.
+      shared_hidden_dim: F of those layers; None means hidden_dim.
+      per_layer: per-layer embeddings, or None.
+      experts: routed experts of every layer, or None.
       max_positions: positions for which the model was trained.
       pad_id, bos_id: special tokens.
       stop_ids: generation ends on any of these.
+      suppress_ids: generation never chooses these.
     """
 
     name: str
@@ -90,10 +139,18 @@ class GemmaConfig:
     query_scale: float
     final_softcap: float | None = None
     norm_eps: float = 1e-6
+    norm_plus_one: bool = True
+    value_norm: bool = False
+    layer_scalar: bool = False
+    num_kv_shared_layers: int = 0
+    shared_hidden_dim: int | None = None
+    per_layer: PerLayerConfig | None = None
+    experts: ExpertsConfig | None = None
     max_positions: int = 32768
     pad_id: int = 0
     bos_id: int = 2
     stop_ids: tuple[int, ...] = (1,)
+    suppress_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         for field in ("vocab_size", "embed_dim", "hidden_dim", "num_heads", "max_positions"):
@@ -110,6 +167,30 @@ class GemmaConfig:
         for kind in (self.sliding, self.full):
             if self.num_heads % kind.num_kv_heads:
                 raise errors.ConfigError(f"num_heads: got {self.num_heads}, wanted a multiple of {kind.num_kv_heads}")
+
+        if not 0 <= self.num_kv_shared_layers < self.num_layers:
+            raise errors.ConfigError(
+                f"num_kv_shared_layers: got {self.num_kv_shared_layers}, wanted 0 to {self.num_layers - 1}"
+            )
+        if set(self.layer_kinds[self.num_kv_layers :]) - set(self.layer_kinds[: self.num_kv_layers]):
+            raise errors.ConfigError("num_kv_shared_layers: a layer that shares has no layer of its kind to share with")
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers 0 to this one, exclusive, own keys and values."""
+        return self.num_layers - self.num_kv_shared_layers
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values layer `layer` attends to: itself, or the last of its kind that owns some."""
+        if layer < self.num_kv_layers:
+            return layer
+        kind = self.layer_kinds[layer]
+        return max(donor for donor in range(self.num_kv_layers) if self.layer_kinds[donor] == kind)
+
+    def feedforward_dim(self, layer: int) -> int:
+        """F of the dense feed-forward layer `layer`."""
+        shares = layer >= self.num_kv_layers
+        return self.shared_hidden_dim if shares and self.shared_hidden_dim is not None else self.hidden_dim
 
     @property
     def num_layers(self) -> int:

@@ -35,6 +35,17 @@ def softcapped(x: jax.Array, cap: float) -> jax.Array:
     return scaled(bounded, cap)
 
 
+def looked_up(table: jax.Array, tokens_T: jax.Array) -> jax.Array:
+    """Rows of an embedding table [V, ..., D], times sqrt(D), which is itself rounded to the table's dtype first."""
+    scale = jnp.asarray(math.sqrt(table.shape[-1]), jnp.float32).astype(table.dtype)
+    return jnp.take(table, tokens_T, axis=0, mode="clip") * scale
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU in its tanh form (arXiv 1606.08415), computed in float32, rounded once to x's dtype."""
+    return nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
 class Linear(nn.Module):
     """A matrix product with a kernel of any rank, no bias: float32 accumulation, one rounding to x's dtype.
 
@@ -56,24 +67,34 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last axis, times (1 + scale); float32 inside, one rounding at the end.
+    """Root-mean-square normalisation over the last axis; float32 inside, one rounding at the end.
 
-    Math: y = x (mean(x^2) + eps)^(-1/2) (1 + w) (arXiv 1910.07467; the 1 is Gemma's).
+    Math: y = x (mean(x^2) + eps)^(-1/2) g (arXiv 1910.07467), g being 1 + w, w, or 1.
 
     Attributes:
       eps: epsilon.
+      plus_one: multiply by 1 + w instead of w.
+      has_weight: False leaves the weight out.
     """
 
     eps: float
+    plus_one: bool = False
+    has_weight: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.zeros_init(), (x.shape[-1],), x.dtype)
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(lax.square(wide), axis=-1, keepdims=True)
-        normed = wide * lax.rsqrt(mean_square + jnp.float32(self.eps))
-        gain = (jnp.float32(1) + scale.astype(jnp.float32)).reshape((1,) * (x.ndim - 1) + (-1,))
-        return (normed * gain).astype(x.dtype)
+        # Not lax.rsqrt, which on x86 begins with an approximation that differs from vendor to vendor; the barrier keeps
+        # XLA from putting it back. A square root and a division are correctly rounded everywhere.
+        root = lax.optimization_barrier(jnp.sqrt(mean_square + jnp.float32(self.eps)))
+        normed = wide * (jnp.float32(1) / root)
+        if self.has_weight:
+            initializer = nn.initializers.zeros_init() if self.plus_one else nn.initializers.ones_init()
+            gain = self.param("scale", initializer, (x.shape[-1],), x.dtype).astype(jnp.float32)
+            gain = jnp.float32(1) + gain if self.plus_one else gain
+            normed = normed * gain.reshape((1,) * (x.ndim - 1) + (-1,))
+        return normed.astype(x.dtype)
 
 
 class Embedder(nn.Module):
@@ -95,8 +116,7 @@ class Embedder(nn.Module):
 
     def encode(self, tokens_T: jax.Array) -> jax.Array:
         """Embeddings [T, D] times sqrt(D), the square root itself rounded to the model dtype first."""
-        scale = jnp.asarray(math.sqrt(self.embed_dim), jnp.float32).astype(self.dtype)
-        return jnp.take(self.embedding_VxD, tokens_T, axis=0, mode="clip") * scale
+        return looked_up(self.embedding_VxD, tokens_T)
 
     def decode(self, hidden_TxD: jax.Array) -> jax.Array:
         """Logits [T, V] in the model dtype."""
@@ -104,7 +124,7 @@ class Embedder(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Gated feed-forward layer: down(gelu(gate(x)) * up(x)), gelu in its tanh form (arXiv 1606.08415).
+    """Gated feed-forward layer: down(gelu(gate(x)) * up(x)).
 
     Attributes:
       embed_dim: D.
@@ -120,6 +140,4 @@ class FeedForward(nn.Module):
         self.down_proj = Linear("TF,FD->TD", (self.hidden_dim, self.embed_dim), self.hidden_dim)
 
     def __call__(self, x_TxD: jax.Array) -> jax.Array:
-        gate_TxF = self.gate_proj(x_TxD)
-        gate_TxF = nn.gelu(gate_TxF.astype(jnp.float32), approximate=True).astype(x_TxD.dtype)
-        return self.down_proj(gate_TxF * self.up_proj(x_TxD))
+        return self.down_proj(gelu(self.gate_proj(x_TxD)) * self.up_proj(x_TxD))

@@ -43,7 +43,8 @@ class RotaryTables:
 def rotary_frequencies(head_dim: int, rotary: config_lib.RotaryConfig, *, rule: str = "reference") -> np.ndarray:
     """Angle per position of each rotary pair.
 
-    Math: f_i = base^(-2i/H) / scale (RoFormer, arXiv 2104.09864, eq. 15; linear scaling as in Gemma 3's report).
+    Math: f_i = base^(-2i/H) / scale (RoFormer, arXiv 2104.09864, eq. 15; linear scaling as in Gemma 3's report) for
+      the first fraction * R pairs, 0 for the others. The exponent's denominator is the whole head width.
     Exact: 'reference' rounds where the released models' reference code does: RN32(1 / RN32(base^(2i/H))), the power
       taken in float64. 'correct' rounds the real number once.
 
@@ -65,8 +66,11 @@ def rotary_frequencies(head_dim: int, rotary: config_lib.RotaryConfig, *, rule: 
     exponent_R = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     power_R = np.float64(rotary.base) ** exponent_R
     if rule == "correct":
-        return (1.0 / (power_R * rotary.scale)).astype(np.float32)
-    return np.float32(1) / power_R.astype(np.float32) / np.float32(rotary.scale)
+        frequency_R = (1.0 / (power_R * rotary.scale)).astype(np.float32)
+    else:
+        frequency_R = np.float32(1) / power_R.astype(np.float32) / np.float32(rotary.scale)
+    frequency_R[int(rotary.fraction * head_dim // 2) :] = 0
+    return frequency_R
 
 
 def rotary_tables_f32(frequency_R: np.ndarray, num_positions: int) -> tuple[np.ndarray, np.ndarray]:

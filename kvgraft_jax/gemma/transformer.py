@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from flax import linen as nn
 import jax
 from jax import lax
@@ -12,7 +10,9 @@ import jax.numpy as jnp
 from kvgraft_jax.gemma import attention as attention_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import experts as experts_lib
 from kvgraft_jax.gemma import layers
+from kvgraft_jax.gemma import per_layer as per_layer_lib
 from kvgraft_jax.gemma import rotary as rotary_lib
 
 
@@ -21,28 +21,42 @@ class Block(nn.Module):
 
     Attributes:
       config: the decoder.
-      attention_config: this layer's attention kind.
+      index: number of this layer.
+      dtype: model dtype.
       kv_block: slots per attention block.
     """
 
     config: config_lib.GemmaConfig
-    attention_config: config_lib.AttentionConfig
+    index: int
+    dtype: jnp.dtype
     kv_block: int
 
     def setup(self):
-        eps = self.config.norm_eps
-        self.pre_attention_norm = layers.RMSNorm(eps)
-        self.attention = attention_lib.Attention(self.config, self.attention_config, self.kv_block)
-        self.post_attention_norm = layers.RMSNorm(eps)
-        self.pre_feedforward_norm = layers.RMSNorm(eps)
-        self.mlp = layers.FeedForward(self.config.embed_dim, self.config.hidden_dim)
-        self.post_feedforward_norm = layers.RMSNorm(eps)
+        config, eps, plus_one = self.config, self.config.norm_eps, self.config.norm_plus_one
+        owns_kv = self.index < config.num_kv_layers
+        self.pre_attention_norm = layers.RMSNorm(eps, plus_one)
+        self.attention = attention_lib.Attention(config, config.attention(self.index), owns_kv, self.kv_block)
+        self.post_attention_norm = layers.RMSNorm(eps, plus_one)
+        self.pre_feedforward_norm = layers.RMSNorm(eps, plus_one)
+        self.mlp = layers.FeedForward(config.embed_dim, config.feedforward_dim(self.index))
+        self.post_feedforward_norm = layers.RMSNorm(eps, plus_one)
+        if config.experts is not None:
+            self.router = experts_lib.Router(config.experts, eps)
+            self.experts = experts_lib.Experts(config.experts)
+            self.post_dense_norm = layers.RMSNorm(eps, plus_one)
+            self.pre_experts_norm = layers.RMSNorm(eps, plus_one)
+            self.post_experts_norm = layers.RMSNorm(eps, plus_one)
+        if config.per_layer is not None:
+            self.per_layer_input = per_layer_lib.PerLayerInput(config.embed_dim, config.per_layer.dim, eps)
+        if config.layer_scalar:
+            self.layer_scalar = self.param("layer_scalar", nn.initializers.ones_init(), (1,), self.dtype)
 
     def __call__(
         self,
         x_TxD: jax.Array,
         table_TxR: rotary_lib.RotaryTable,
         layer: cache_lib.LayerCache,
+        vector_TxP: jax.Array | None,
         start: jax.Array,
         count: jax.Array,
     ) -> tuple[jax.Array, cache_lib.LayerCache]:
@@ -50,8 +64,21 @@ class Block(nn.Module):
             branch_TxD, layer = self.attention(self.pre_attention_norm(x_TxD), table_TxR, layer, start, count)
             x_TxD = x_TxD + self.post_attention_norm(branch_TxD)
         with jax.named_scope("feedforward"):
-            x_TxD = x_TxD + self.post_feedforward_norm(self.mlp(self.pre_feedforward_norm(x_TxD)))
+            x_TxD = x_TxD + self.post_feedforward_norm(self._feedforward(x_TxD, count))
+        if vector_TxP is not None:
+            with jax.named_scope("per_layer_input"):
+                x_TxD = self.per_layer_input(x_TxD, vector_TxP)
+        if self.config.layer_scalar:
+            x_TxD = x_TxD * self.layer_scalar[None]
         return x_TxD, layer
+
+    def _feedforward(self, x_TxD: jax.Array, count: jax.Array) -> jax.Array:
+        dense_TxD = self.mlp(self.pre_feedforward_norm(x_TxD))
+        if self.config.experts is None:
+            return dense_TxD
+        is_chosen_TxE, weight_TxE = self.router(x_TxD)
+        routed_TxD = self.experts(self.pre_experts_norm(x_TxD), is_chosen_TxE, weight_TxE, count)
+        return self.post_dense_norm(dense_TxD) + self.post_experts_norm(routed_TxD)
 
 
 class Transformer(nn.Module):
@@ -74,8 +101,12 @@ class Transformer(nn.Module):
     def setup(self):
         config = self.config
         self.embedder = layers.Embedder(config.vocab_size, config.embed_dim, self.dtype)
-        self.layer = [Block(config, config.attention(index), self.kv_block) for index in range(config.num_layers)]
-        self.final_norm = layers.RMSNorm(config.norm_eps)
+        self.layer = [Block(config, index, self.dtype, self.kv_block) for index in range(config.num_layers)]
+        self.final_norm = layers.RMSNorm(config.norm_eps, config.norm_plus_one)
+        if config.per_layer is not None:
+            self.per_layer_embedder = per_layer_lib.PerLayerEmbedder(
+                config.per_layer.vocab_size, config.num_layers, config.per_layer.dim, config.norm_eps
+            )
 
     def __call__(
         self,
@@ -104,15 +135,20 @@ class Transformer(nn.Module):
             )
             for kind, table in ((config_lib.SLIDING, tables.sliding), (config_lib.FULL, tables.full))
         }
+        vectors_TxLxP = None
         with jax.named_scope("embed"):
             x_TxD = self.embedder.encode(tokens_T)
+            if self.config.per_layer is not None:
+                vectors_TxLxP = self.per_layer_embedder(x_TxD, tokens_T)
         self.sow("intermediates", "hidden_TxD", x_TxD)
-        new_layers = []
-        for block, kind, layer in zip(self.layer, self.config.layer_kinds, cache.layers, strict=True):
-            x_TxD, layer = block(x_TxD, rows[kind], layer, start, count)
+        layer_caches = list(cache.layers)
+        for index, block in enumerate(self.layer):
+            owner = self.config.kv_layer(index)
+            vector_TxP = None if vectors_TxLxP is None else vectors_TxLxP[:, index]
+            table_TxR = rows[self.config.layer_kinds[index]]
+            x_TxD, layer_caches[owner] = block(x_TxD, table_TxR, layer_caches[owner], vector_TxP, start, count)
             self.sow("intermediates", "hidden_TxD", x_TxD)
-            new_layers.append(layer)
-        return self.final_norm(x_TxD), dataclasses.replace(cache, layers=tuple(new_layers))
+        return self.final_norm(x_TxD), cache_lib.Cache(tuple(layer_caches))
 
     def head(self, hidden_TxD: jax.Array) -> jax.Array:
         """Next-token logits, float32 [T, V] holding values of the model dtype."""

@@ -20,7 +20,7 @@ LayerCaches = tuple[cache_lib.LayerCache, ...]
 
 def layers_of_kind(config: config_lib.GemmaConfig, kind: str) -> tuple[int, ...]:
     """Numbers of the layers of one attention kind that own keys and values."""
-    return tuple(index for index, layer_kind in enumerate(config.layer_kinds) if layer_kind == kind)
+    return tuple(layer for layer in range(config.num_kv_layers) if config.layer_kinds[layer] == kind)
 
 
 @functools.partial(jax.jit, static_argnames="kv_block")

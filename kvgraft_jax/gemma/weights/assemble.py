@@ -90,7 +90,7 @@ def params_digest(digests: Mapping[str, str]) -> str:
 def check_tensors(source: source_lib.Source, parameters: tuple[layout.Parameter, ...]) -> None:
     """Raises one `WeightsError` that lists all tensors that are missing, misshapen or unexpected."""
     wanted = {parameter.name: parameter.stored_shape for parameter in parameters}
-    optional = {layout.HEAD_NAME: wanted[layout.EMBEDDING_NAME]}
+    optional = {layout.HEAD_NAME: wanted[layout.EMBEDDING_NAME], **layout.unused_shapes(source.config)}
     problems = [f"missing: {name}, wanted shape {wanted[name]}" for name in wanted if name not in source.shapes]
     for name, shape in source.shapes.items():
         want = wanted.get(name) or optional.get(name)
@@ -117,13 +117,15 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _fill(source: source_lib.Source, parameter: layout.Parameter, array: np.ndarray) -> None:
     columns = parameter.stored_shape[-1]
-    rows = math.prod(parameter.stored_shape[:-1])
-    target = array.reshape(columns, rows).T if parameter.is_kernel else array.reshape(rows, columns)
-    for start, stop in _chunks(rows, columns):
-        block = source.read_rows(parameter.name, start, stop)
-        if block.dtype != array.dtype:
-            block = block.astype(np.float32, copy=False).astype(array.dtype, copy=False)
-        target[start:stop] = block
+    groups = max(parameter.matrices, 1)
+    rows = math.prod(parameter.stored_shape[:-1]) // groups
+    for group, part in enumerate(array.reshape(groups, -1)):
+        target = part.reshape(columns, rows).T if parameter.matrices else part.reshape(rows, columns)
+        for start, stop in _chunks(rows, columns):
+            block = source.read_rows(parameter.name, group * rows + start, group * rows + stop)
+            if block.dtype != array.dtype:
+                block = block.astype(np.float32, copy=False).astype(array.dtype, copy=False)
+            target[start:stop] = block
 
 
 def _check_head(source: source_lib.Source) -> None:

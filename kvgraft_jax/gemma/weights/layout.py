@@ -32,54 +32,115 @@ class Parameter:
     """One parameter of the model.
 
     Attributes:
-      path: place in the tree, joined with "/"; the last part is "embedding", "kernel" or "scale".
+      path: place in the tree, joined with "/".
       shape: its shape in the tree.
       name: its public name.
       stored_shape: its shape in a checkpoint.
+      matrices: how many matrices [out, in] the stored tensor is a stack of, each of which lies transposed in the tree;
+        0 for a tensor that lies as it is stored.
     """
 
     path: str
     shape: tuple[int, ...]
     name: str
     stored_shape: tuple[int, ...]
-
-    @property
-    def is_kernel(self) -> bool:
-        """Whether the tree holds the transpose of the stored matrix."""
-        return self.path.endswith("/kernel")
+    matrices: int = 0
 
     @property
     def is_scale(self) -> bool:
-        """Whether this is the weight of an RMSNorm."""
-        return self.path.endswith("/scale")
+        """Whether this is the weight of an RMSNorm or another factor near 1, not a matrix."""
+        return len(self.stored_shape) == 1
 
 
 def parameters(config: config_lib.GemmaConfig) -> tuple[Parameter, ...]:
     """All parameters of a model, sorted by path."""
-    D, F, N = config.embed_dim, config.hidden_dim, config.num_heads
+    D = config.embed_dim
     found = [
         Parameter("embedder/embedding", (config.vocab_size, D), EMBEDDING_NAME, (config.vocab_size, D)),
         Parameter("final_norm/scale", (D,), "norm.weight", (D,)),
     ]
-    for layer in range(config.num_layers):
-        path, name = f"layer_{layer}", f"layers.{layer}"
-        K, H = config.attention(layer).num_kv_heads, config.attention(layer).head_dim
-        kernels = (
-            ("attention/q_proj", "self_attn.q_proj", (D, N, H), (N * H, D)),
-            ("attention/k_proj", "self_attn.k_proj", (D, K, H), (K * H, D)),
-            ("attention/v_proj", "self_attn.v_proj", (D, K, H), (K * H, D)),
-            ("attention/o_proj", "self_attn.o_proj", (N, H, D), (D, N * H)),
-            ("mlp/gate_proj", "mlp.gate_proj", (D, F), (F, D)),
-            ("mlp/up_proj", "mlp.up_proj", (D, F), (F, D)),
-            ("mlp/down_proj", "mlp.down_proj", (F, D), (D, F)),
-        )
-        found += [Parameter(f"{path}/{p}/kernel", s, f"{name}.{n}.weight", stored) for p, n, s, stored in kernels]
-        found += [Parameter(f"{path}/{p}/scale", (D,), f"{name}.{n}.weight", (D,)) for p, n in _NORMS.items()]
+    if config.per_layer is not None:
+        V, L, P = config.per_layer.vocab_size, config.num_layers, config.per_layer.dim
+        path = "per_layer_embedder"
         found += [
-            Parameter(f"{path}/attention/{norm}/scale", (H,), f"{name}.self_attn.{norm}.weight", (H,))
-            for norm in ("q_norm", "k_norm")
+            Parameter(f"{path}/embedding", (V, L, P), "embed_tokens_per_layer.weight", (V, L * P)),
+            Parameter(f"{path}/proj/kernel", (D, L, P), "per_layer_model_projection.weight", (L * P, D), 1),
+            Parameter(f"{path}/norm/scale", (P,), "per_layer_projection_norm.weight", (P,)),
         ]
+    for layer in range(config.num_layers):
+        for p in (*_attention(config, layer), *_feedforward(config, layer)):
+            path, name = f"layer_{layer}/{p.path}", f"layers.{layer}.{p.name}"
+            found.append(dataclasses.replace(p, path=path, name=name))
     return tuple(sorted(found, key=lambda parameter: parameter.path))
+
+
+def unused_shapes(config: config_lib.GemmaConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors that some exports hold though the model never reads them: keys and values of layers that share."""
+    unused = {}
+    for layer in range(config.num_kv_layers, config.num_layers):
+        for parameter in _keys_and_values(config, layer):
+            unused[f"layers.{layer}.{parameter.name}"] = parameter.stored_shape
+    return unused
+
+
+def _kernel(path: str, shape: tuple[int, ...], name: str, stored_shape: tuple[int, int]) -> Parameter:
+    return Parameter(f"{path}/kernel", shape, f"{name}.weight", stored_shape, 1)
+
+
+def _scale(path: str, size: int, name: str) -> Parameter:
+    return Parameter(f"{path}/scale", (size,), f"{name}.weight", (size,))
+
+
+def _attention(config: config_lib.GemmaConfig, layer: int) -> list[Parameter]:
+    D, N, H = config.embed_dim, config.num_heads, config.attention(layer).head_dim
+    found = [
+        _kernel("attention/q_proj", (D, N, H), "self_attn.q_proj", (N * H, D)),
+        _kernel("attention/o_proj", (N, H, D), "self_attn.o_proj", (D, N * H)),
+        _scale("attention/q_norm", H, "self_attn.q_norm"),
+        *(_scale(path, D, name) for path, name in _NORMS.items()),
+    ]
+    return found + (_keys_and_values(config, layer) if layer < config.num_kv_layers else [])
+
+
+def _keys_and_values(config: config_lib.GemmaConfig, layer: int) -> list[Parameter]:
+    D, attention = config.embed_dim, config.attention(layer)
+    K, H = attention.num_kv_heads, attention.head_dim
+    sides = ("k",) if attention.values_are_keys else ("k", "v")
+    return [
+        _scale("attention/k_norm", H, "self_attn.k_norm"),
+        *(_kernel(f"attention/{s}_proj", (D, K, H), f"self_attn.{s}_proj", (K * H, D)) for s in sides),
+    ]
+
+
+def _feedforward(config: config_lib.GemmaConfig, layer: int) -> list[Parameter]:
+    D, F = config.embed_dim, config.feedforward_dim(layer)
+    found = [
+        _kernel("mlp/gate_proj", (D, F), "mlp.gate_proj", (F, D)),
+        _kernel("mlp/up_proj", (D, F), "mlp.up_proj", (F, D)),
+        _kernel("mlp/down_proj", (F, D), "mlp.down_proj", (D, F)),
+    ]
+    if config.experts is not None:
+        E, F = config.experts.num_experts, config.experts.hidden_dim
+        found += [
+            _kernel("router/proj", (D, E), "router.proj", (E, D)),
+            Parameter("router/scale", (D,), "router.scale", (D,)),
+            Parameter("router/per_expert_scale", (E,), "router.per_expert_scale", (E,)),
+            Parameter("experts/gate_up", (E, D, 2 * F), "experts.gate_up_proj", (E, 2 * F, D), E),
+            Parameter("experts/down", (E, F, D), "experts.down_proj", (E, D, F), E),
+            _scale("post_dense_norm", D, "post_feedforward_layernorm_1"),
+            _scale("pre_experts_norm", D, "pre_feedforward_layernorm_2"),
+            _scale("post_experts_norm", D, "post_feedforward_layernorm_2"),
+        ]
+    if config.per_layer is not None:
+        P = config.per_layer.dim
+        found += [
+            _kernel("per_layer_input/gate", (D, P), "per_layer_input_gate", (P, D)),
+            _kernel("per_layer_input/proj", (P, D), "per_layer_projection", (D, P)),
+            _scale("per_layer_input/norm", D, "post_per_layer_input_norm"),
+        ]
+    if config.layer_scalar:
+        found.append(Parameter("layer_scalar", (1,), "layer_scalar", (1,)))
+    return found
 
 
 def nest(leaves: Mapping[str, jax.Array]) -> Params:

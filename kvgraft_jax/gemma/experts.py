@@ -1,0 +1,79 @@
+"""Routed experts: each token goes through the few feed-forward layers that its router chooses, beside the dense one."""
+
+from __future__ import annotations
+
+from flax import linen as nn
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import layers
+
+
+class Router(nn.Module):
+    """Chooses experts and their weights for every token.
+
+    Math: p = softmax(proj(norm(x) s D^(-1/2))) over all experts; the top_k largest, divided by their sum, times the
+      chosen experts' own scale.
+
+    Attributes:
+      config: the experts.
+      eps: epsilon of the norm, which has no weight.
+    """
+
+    config: config_lib.ExpertsConfig
+    eps: float
+
+    @nn.compact
+    def __call__(self, x_TxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Args: x [T, D]. Returns: which experts a token goes through, bool [T, E]; their weights, float32 [T, E]."""
+        num_experts, embed_dim = self.config.num_experts, x_TxD.shape[-1]
+        scale_D = self.param("scale", nn.initializers.ones_init(), (embed_dim,), x_TxD.dtype)
+        expert_scale_E = self.param("per_expert_scale", nn.initializers.ones_init(), (num_experts,), x_TxD.dtype)
+        z_TxD = layers.RMSNorm(self.eps, has_weight=False)(x_TxD) * scale_D[None]
+        z_TxD = layers.scaled(z_TxD, embed_dim**-0.5)
+        logits_TxE = layers.Linear("TD,DE->TE", (embed_dim, num_experts), embed_dim, name="proj")(z_TxD)
+        p_TxE = jax.nn.softmax(logits_TxE.astype(jnp.float32), axis=-1)
+        top_TxP, from_end_TxP = lax.top_k(p_TxE[:, ::-1], self.config.top_k)
+        chosen_TxP = num_experts - 1 - from_end_TxP  # of equal ones the highest id, as the reference
+        top_TxP = top_TxP / jnp.sum(top_TxP, axis=-1, keepdims=True)
+        is_chosen_TxPxE = chosen_TxP[..., None] == jnp.arange(num_experts)[None, None]
+        weight_TxE = jnp.sum(jnp.where(is_chosen_TxPxE, top_TxP[..., None], 0.0), axis=1)
+        return jnp.any(is_chosen_TxPxE, axis=1), weight_TxE * expert_scale_E.astype(jnp.float32)[None]
+
+
+class Experts(nn.Module):
+    """The chosen experts' outputs, weighted and added.
+
+    Exact: a token's result depends on its own row alone: it is the sum over its experts in rising order, each rounded
+      to the model dtype, whatever experts the other lanes chose.
+
+    Attributes:
+      config: the experts.
+    """
+
+    config: config_lib.ExpertsConfig
+
+    @nn.compact
+    def __call__(
+        self, x_TxD: jax.Array, is_chosen_TxE: jax.Array, weight_TxE: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        """Args: x [T, D]; the router's choice; int32 scalar, lanes from which on are idle. Returns: [T, D]."""
+        num_experts, hidden_dim, embed_dim = self.config.num_experts, self.config.hidden_dim, x_TxD.shape[-1]
+        dtype = x_TxD.dtype
+        initializer = nn.initializers.normal(embed_dim**-0.5)
+        gate_up_ExDxF = self.param("gate_up", initializer, (num_experts, embed_dim, 2 * hidden_dim), dtype)
+        down_ExFxD = self.param("down", initializer, (num_experts, hidden_dim, embed_dim), dtype)
+        is_live_T = jnp.arange(x_TxD.shape[0], dtype=jnp.int32) < count
+        is_used_E = jnp.any(is_chosen_TxE & is_live_T[:, None], axis=0)
+        (used_E,) = jnp.nonzero(is_used_E, size=num_experts, fill_value=0)
+
+        def add_expert(index, out_TxD):
+            expert = used_E[index]
+            gate_TxF, up_TxF = jnp.split(layers.dot("TD,DF->TF", x_TxD, gate_up_ExDxF[expert]).astype(dtype), 2, axis=1)
+            y_TxD = layers.dot("TF,FD->TD", layers.gelu(gate_TxF) * up_TxF, down_ExFxD[expert]).astype(dtype)
+            part_TxD = (y_TxD.astype(jnp.float32) * weight_TxE[:, expert][:, None]).astype(dtype)
+            return jnp.where(is_chosen_TxE[:, expert][:, None], out_TxD + part_TxD, out_TxD)
+
+        return lax.fori_loop(0, jnp.sum(is_used_E), add_expert, jnp.zeros_like(x_TxD))

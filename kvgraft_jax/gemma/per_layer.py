@@ -1,0 +1,59 @@
+"""Per-layer embeddings: a vector for every layer from token and context, and how a layer adds it to its stream."""
+
+from __future__ import annotations
+
+from flax import linen as nn
+import jax
+
+from kvgraft_jax.gemma import layers
+
+
+class PerLayerEmbedder(nn.Module):
+    """Computes the vectors of all layers once, before the first.
+
+    Math: (norm(proj(x) D^(-1/2)) + table[token] P^(1/2)) 2^(-1/2), x the scaled embeddings.
+
+    Attributes:
+      vocab_size: rows of the table.
+      num_layers: L.
+      dim: P, width per layer.
+      eps: epsilon of the norm.
+    """
+
+    vocab_size: int
+    num_layers: int
+    dim: int
+    eps: float
+
+    @nn.compact
+    def __call__(self, x_TxD: jax.Array, tokens_T: jax.Array) -> jax.Array:
+        """Args: scaled embeddings [T, D]; int32 [T]. Returns: [T, L, P]."""
+        embed_dim = x_TxD.shape[-1]
+        shape = (self.vocab_size, self.num_layers, self.dim)
+        table_VxLxP = self.param("embedding", nn.initializers.normal(self.dim**-0.5), shape, x_TxD.dtype)
+        project = layers.Linear("TD,DLP->TLP", (embed_dim, self.num_layers, self.dim), embed_dim, name="proj")
+        context_TxLxP = layers.scaled(project(x_TxD), embed_dim**-0.5)
+        context_TxLxP = layers.RMSNorm(self.eps, name="norm")(context_TxLxP)
+        return layers.scaled(context_TxLxP + layers.looked_up(table_VxLxP, tokens_T), 2**-0.5)
+
+
+class PerLayerInput(nn.Module):
+    """Adds a layer's own vector to the stream: x + norm(proj(gelu(gate(x)) * vector)).
+
+    Attributes:
+      embed_dim: D.
+      dim: P.
+      eps: epsilon of the norm.
+    """
+
+    embed_dim: int
+    dim: int
+    eps: float
+
+    def setup(self):
+        self.gate = layers.Linear("TD,DP->TP", (self.embed_dim, self.dim), self.embed_dim)
+        self.proj = layers.Linear("TP,PD->TD", (self.dim, self.embed_dim), self.dim)
+        self.norm = layers.RMSNorm(self.eps)
+
+    def __call__(self, x_TxD: jax.Array, vector_TxP: jax.Array) -> jax.Array:
+        return x_TxD + self.norm(self.proj(layers.gelu(self.gate(x_TxD)) * vector_TxP))
