@@ -212,7 +212,14 @@ def make_state(
     engine: kg.Engine, cache: cache_lib.Cache, token_ids: Sequence[int], logits_V: jax.Array, first_row: int = 0
 ) -> kg.State:
     """The state of an engine that read `token_ids` into `cache`."""
-    return kg.State(cache, tuple(token_ids), logits_V, engine.step_config, engine.model.digest, first_row)
+    return kg.State(
+        cache=cache,
+        token_ids=tuple(token_ids),
+        logits=logits_V,
+        step_config=engine.step_config,
+        weights=engine.model.digest,
+        first_row=first_row,
+    )
 
 
 def outcome(state: kg.State, watch: Checkpoints) -> Outcome:
