@@ -103,6 +103,12 @@ class Checkpoints:
         for position in self._positions.intersection(range(start, start + count)):
             self._found[position] = programs.head(params, hidden_TxD, np.int32(position - start))[0]
 
+    def copy(self) -> Checkpoints:
+        """With the same findings, and going its own way from here."""
+        copied = Checkpoints(tuple(self._positions))
+        copied._found.update(self._found)
+        return copied
+
     def hashes(self) -> tuple[str, ...]:
         """SHA-256 (hex) of each, in order of position."""
         return tuple(compare.logits_sha256(np.asarray(logits_V)) for _, logits_V in sorted(self._found.items()))

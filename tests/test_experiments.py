@@ -104,11 +104,12 @@ def test_an_experiment_that_cannot_run_is_refused_in_one_paragraph(tmp_path, cap
     assert captured.out == "" and captured.err.splitlines()[-1] == "toy: too long" and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["full folder", "file", "none"])
+@pytest.mark.parametrize("kind", ["full folder", "file", "below a file", "none"])
 def test_the_output_folder_is_checked_before_any_compute(tmp_path, capsys, monkeypatch, kind):
     monkeypatch.setattr(kg, "load_model", lambda *_: pytest.fail("loaded a model"))
     (tmp_path / "earlier").write_text("kept")
-    out = {"full folder": tmp_path, "file": tmp_path / "earlier", "none": None}[kind]
+    file = tmp_path / "earlier"
+    out = {"full folder": tmp_path, "file": file, "below a file": file / "out", "none": None}[kind]
     assert harness.execute(toy(), config(), out) == 2
     assert "--out: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["earlier"] and (tmp_path / "earlier").read_text() == "kept"

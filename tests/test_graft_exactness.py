@@ -87,7 +87,8 @@ def test_an_artifact_damaged_on_disk_is_counted_and_named(tmp_path, monkeypatch)
     def save(artifact, directory):
         artifact_id = exact(artifact, directory)
         if artifact.provenance["sample"] == 2:
-            largest = max((directory / artifact_id).rglob("*"), key=lambda path: path.stat().st_size)
+            files = [path for path in (directory / artifact_id).rglob("*") if path.is_file()]
+            largest = max(files, key=lambda path: path.stat().st_size)
             raw = bytearray(largest.read_bytes())
             raw[len(raw) // 2] ^= 1
             largest.write_bytes(raw)
