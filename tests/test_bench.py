@@ -139,7 +139,7 @@ def outcome(tmp_path_factory) -> tuple[int, dict]:
 def test_without_peers_nothing_is_judged(outcome):
     code, result = outcome
     assert code == harness.HOLDS and result["holds"]
-    assert "peer" not in result
+    assert "peer" not in result and result["load average"]["after"] > 0
 
 
 def test_a_run_measures_every_task_part_and_shape(outcome):
@@ -162,10 +162,10 @@ def test_a_run_measures_every_task_part_and_shape(outcome):
     assert result["artifact of the context: bytes"]["files"] > result["artifact of the context: bytes"]["arrays"] > 0
 
 
-def test_figures_print_wanted_got_and_ok():
-    measured = report.Measured(
-        tokens=dict.fromkeys(tasks(), 20),
-        tasks=tasks(slow=8.0, fast=3.0),
+def measured(tasks_: dict[str, dict[str, timing.Timing]]) -> report.Measured:
+    return report.Measured(
+        tokens=dict.fromkeys(tasks_, 20),
+        tasks=tasks_,
         parts={name: seconds(0.5) for name in PARTS},
         once_s={},
         artifact_bytes={},
@@ -173,7 +173,18 @@ def test_figures_print_wanted_got_and_ok():
         curve=(),
         next_tokens={},
     )
-    figures = report.figures(measured)
+
+
+def test_with_peers_one_missed_figure_fails_the_run():
+    assert measured(tasks(slow=9.0, fast=4.0)).holds
+    assert not measured(tasks(slow=9.0, fast=3.9)).holds
+    without_peers = tasks()
+    without_peers[claims.PREFILL_CONTEXT][claims.GRAFT] = seconds(9.0)
+    assert measured(without_peers).holds
+
+
+def test_figures_print_wanted_got_and_ok():
+    figures = report.figures(measured(tasks(slow=8.0, fast=3.0)))
     graft = "graft from disk / own prefill of the context"
     assert figures[graft] == {"wanted": ">= 20", "got": 20.0, "ok": True}
     assert figures["decode / best peer"] == {"wanted": ">= 1", "got": 1.5, "ok": True}
