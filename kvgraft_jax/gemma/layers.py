@@ -71,7 +71,10 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.zeros_init(), (x.shape[-1],), x.dtype)
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(lax.square(wide), axis=-1, keepdims=True)
-        normed = wide * lax.rsqrt(mean_square + jnp.float32(self.eps))
+        # Not lax.rsqrt, which on x86 begins with an approximation that differs from vendor to vendor; the barrier keeps
+        # XLA from putting it back. A square root and a division are correctly rounded everywhere.
+        root = lax.optimization_barrier(jnp.sqrt(mean_square + jnp.float32(self.eps)))
+        normed = wide * (jnp.float32(1) / root)
         gain = (jnp.float32(1) + scale.astype(jnp.float32)).reshape((1,) * (x.ndim - 1) + (-1,))
         return (normed * gain).astype(x.dtype)
 
