@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.step_starts = (0, 512, 1900)
 
     config.repeats = 5  # Of everything that a claim rests on; the first call comes on top and is reported apart.
-    config.memory = True
+    config.memory_tokens = 512
     config.peer_threads = 2
 
     # Curves: prefill of the prompt and decode at other shapes of the step.

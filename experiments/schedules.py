@@ -103,6 +103,12 @@ class Checkpoints:
         for position in self._positions.intersection(range(start, start + count)):
             self._found[position] = programs.head(params, hidden_TxD, np.int32(position - start))[0]
 
+    def copy(self) -> Checkpoints:
+        """With the same findings, and going its own way from here."""
+        copied = Checkpoints(tuple(self._positions))
+        copied._found.update(self._found)
+        return copied
+
     def hashes(self) -> tuple[str, ...]:
         """SHA-256 (hex) of each, in order of position."""
         return tuple(compare.logits_sha256(np.asarray(logits_V)) for _, logits_V in sorted(self._found.items()))
@@ -212,7 +218,14 @@ def make_state(
     engine: kg.Engine, cache: cache_lib.Cache, token_ids: Sequence[int], logits_V: jax.Array, first_row: int = 0
 ) -> kg.State:
     """The state of an engine that read `token_ids` into `cache`."""
-    return kg.State(cache, tuple(token_ids), logits_V, engine.step_config, engine.model.digest, first_row)
+    return kg.State(
+        cache=cache,
+        token_ids=tuple(token_ids),
+        logits=logits_V,
+        step_config=engine.step_config,
+        weights=engine.model.digest,
+        first_row=first_row,
+    )
 
 
 def outcome(state: kg.State, watch: Checkpoints) -> Outcome:

@@ -6,41 +6,58 @@ import json
 import pathlib
 import sys
 
+from absl import flags
 import pytest
 
-from experiments.benchmark import claims, export, memory, ours, peer, report, session, timing
+from configs import bench_270m
+from experiments import bench, harness
+from experiments.benchmark import claims, export, memory, peer, report, session, timing
 import kvgraft_jax as kg
+from kvgraft_jax import engine
 from tests import tiny
 
-SIZES = ours.Sizes(prompt=20, context=40, question=5, decoded=3)
 MEMORY = memory.Memory(
     base_bytes=100,
     weights_bytes=1000,
     cache_bytes=500,
+    load_s=1.0,
     loading=memory.Phase(peak_bytes=1900, resident_bytes=1100),
     engine=memory.Phase(peak_bytes=2600, resident_bytes=1700),
     prefill=memory.Phase(peak_bytes=2700, resident_bytes=1900),
 )
 
 
-def settings(**changes) -> session.Settings:
-    fields = {
-        "model": tiny.URI,
-        "dtype": "bfloat16",
-        "capacity": tiny.CAPACITY,
-        "width": tiny.WIDTH,
-        "kv_block": tiny.KV_BLOCK,
-        "sizes": SIZES,
-        "step_starts": (0, 30),
-        "repeats": 2,
-        "measures_memory": False,
-        "widths": (tiny.WIDTH, 16),
-        "kv_blocks": (tiny.KV_BLOCK,),
-        "curve_decoded": 2,
-        "curve_repeats": 1,
-        "peer_threads": 1,
-    }
-    return session.Settings(**{**fields, **changes})
+FIELDS = {
+    "model": tiny.URI,
+    "dtype": "bfloat16",
+    "capacity": tiny.CAPACITY,
+    "width": tiny.WIDTH,
+    "kv_block": tiny.KV_BLOCK,
+    "prompt_tokens": 20,
+    "context_tokens": 40,
+    "question_tokens": 5,
+    "decode_tokens": 3,
+    "step_starts": (0, 30),
+    "repeats": 2,
+    "memory_tokens": 0,
+    "widths": (tiny.WIDTH, 16),
+    "kv_blocks": (tiny.KV_BLOCK,),
+    "curve_decode_tokens": 2,
+    "curve_repeats": 1,
+    "peer_threads": 1,
+}
+PARTS = {
+    "step at 0",
+    "step at 30",
+    "head",
+    "copy_cache",
+    "capture",
+    "save_artifact",
+    "load_artifact",
+    "load_artifact, files not in memory",
+    "graft",
+    "question",
+}
 
 
 def seconds(*runs_s: float) -> timing.Timing:
@@ -110,54 +127,77 @@ def test_the_export_holds_the_same_weights(tmp_path, dtype):
 
 
 @pytest.fixture(scope="module")
-def figures() -> report.Figures:
-    return session.run(settings(), None)
+def outcome(tmp_path_factory) -> tuple[int, dict]:
+    """Exit code and result.json of our side alone, with settings as a configuration file gives them."""
+    out = tmp_path_factory.mktemp("bench")
+    flags.FLAGS(["bench"])
+    code = harness.execute(bench.EXPERIMENT, FIELDS, out)
+    assert sorted(path.name for path in out.iterdir()) == ["report.md", "result.json"]
+    return code, json.loads((out / "result.json").read_text())
 
 
-def test_a_run_measures_every_task_and_part(figures):
-    assert set(figures.tasks) == {
-        claims.PREFILL_PROMPT,
-        claims.PREFILL_CONTEXT,
-        claims.FIRST_TOKEN,
-        claims.DECODE,
+def test_without_peers_nothing_is_judged(outcome):
+    code, result = outcome
+    assert code == harness.HOLDS and result["holds"]
+    assert "peer" not in result and result["load average"]["after"] > 0
+
+
+def test_a_run_measures_every_task_part_and_shape(outcome):
+    _, result = outcome
+    tasks = {claims.PREFILL_PROMPT: 20, claims.PREFILL_CONTEXT: 40, claims.FIRST_TOKEN: 45, claims.DECODE: 3}
+    rows = {(row["task"], row["contender"]): row for row in result["rows"]}
+    assert set(rows) == {
+        *((task, claims.OURS) for task in [*tasks, *PARTS]),
+        (claims.PREFILL_CONTEXT, claims.GRAFT),
     }
-    assert set(figures.parts) == {
-        "step at 0",
-        "step at 30",
-        "head",
-        "copy_cache",
-        "capture",
-        "save_artifact",
-        "load_artifact",
-        "load_artifact, files not in memory",
-        "graft",
-        "question",
-    }
-    assert set(figures.once_s) == {"load_model", "Engine", "Engine.pin"}
-    assert [(point.width, point.kv_block) for point in figures.curve] == [(8, 16), (16, 16)]
-    for timing_ in [*figures.parts.values(), *(t for found in figures.tasks.values() for t in found.values())]:
-        assert len(timing_.runs_s) == 2 and min(timing_.first_s, *timing_.runs_s) > 0
-    assert figures.artifact.disk_bytes > figures.artifact.array_bytes > 0
-    assert figures.peer is None and figures.memory is None
+    for task, num_tokens in tasks.items():
+        row = rows[task, claims.OURS]
+        assert row["tokens"] == num_tokens
+        assert row["tokens_per_s"] == pytest.approx(num_tokens / row["median_s"], rel=1e-3)
+    for row in rows.values():
+        assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"] and row["first_call_s"] > 0
+    assert set(result["parts: ms"]) == PARTS
+    assert set(result["first calls: ms"]) == PARTS | {"Engine", "Engine.pin"}
+    assert set(result["by shape of the step: decode_tokens_per_s"]) == {"W 8, block 16", "W 16, block 16"}
+    assert result["artifact of the context: bytes"]["files"] > result["artifact of the context: bytes"]["arrays"] > 0
 
 
-def test_figures_are_plain_data(figures):
-    document = json.loads(json.dumps(figures.document(), allow_nan=False))
-    prompt = document["tasks"][claims.PREFILL_PROMPT][claims.OURS]
-    assert prompt["tokens_per_s"] == pytest.approx(SIZES.prompt / prompt["median_s"])
-    assert document["claims"][0]["wanted"] == ">= 20"
-    assert document["sizes"]["context"] == 40
-
-
-def test_tables_print_wanted_got_and_ok():
-    figures = report.Figures(
-        SIZES, {}, {}, tasks(slow=8.0, fast=3.0), report.Artifact(1, 2), MEMORY, (), None, {"kvgraft_jax": 1}
+def measured(tasks_: dict[str, dict[str, timing.Timing]]) -> report.Measured:
+    return report.Measured(
+        tokens=dict.fromkeys(tasks_, 20),
+        tasks=tasks_,
+        parts={name: seconds(0.5) for name in PARTS},
+        once_s={},
+        artifact_bytes={},
+        memory=MEMORY,
+        curve=(),
+        next_tokens={},
     )
-    wanted, speed, *_, resident = report.tables(figures)
-    assert wanted.rows[0] == ("graft from disk / own prefill of the context", ">= 20", "20.00", "yes")
-    assert wanted.rows[4] == ("graft from disk / best peer's prefill of the context", ">= 8", "6.00", "NO")
-    assert (claims.PREFILL_PROMPT, "fast", "20", "3.000", "6.7", "99.000") in speed.rows
-    assert all(len(row) == len(resident.header) for row in resident.rows)
+
+
+def test_with_peers_one_missed_figure_fails_the_run():
+    assert measured(tasks(slow=9.0, fast=4.0)).holds
+    assert not measured(tasks(slow=9.0, fast=3.9)).holds
+    without_peers = tasks()
+    without_peers[claims.PREFILL_CONTEXT][claims.GRAFT] = seconds(9.0)
+    assert measured(without_peers).holds
+
+
+def test_figures_print_wanted_got_and_ok():
+    figures = report.figures(measured(tasks(slow=8.0, fast=3.0)))
+    graft = "graft from disk / own prefill of the context"
+    assert figures[graft] == {"wanted": ">= 20", "got": 20.0, "ok": True}
+    assert figures["decode / best peer"] == {"wanted": ">= 1", "got": 1.5, "ok": True}
+    assert not figures["prefill of the context / best peer"]["ok"]
+    assert figures[f"{claims.PREFILL_PROMPT}: tokens/s"]["fast"] == 6.667
+    assert figures["deposit of the context: ms"] == {
+        "all": 11000,
+        "prefill": 10000,
+        "capture": 500,
+        "save_artifact": 500,
+    }
+    assert figures["resident memory above initialised jax: MB"]["weights"] == 0
+    assert harness.table({"experiment": "bench", "claim": "", "holds": False, **figures}).count("ok true") == 5
 
 
 def test_memory_is_measured_in_processes_of_their_own():
@@ -169,17 +209,18 @@ def test_memory_is_measured_in_processes_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "changes, name",
-    [
-        ({"repeats": 0}, "repeats"),
-        ({"capacity": 44}, "capacity"),
-        ({"sizes": ours.Sizes(50, 40, 5, 3)}, "prompt_tokens"),
-        ({"step_starts": (0, 161)}, r"step_starts\[1\]"),
-    ],
+    "field, value",
+    [("repeats", 0), ("capacity", 44), ("prompt_tokens", 41), ("step_starts", (0, 161)), ("memory_tokens", -1)],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(changes, name):
-    with pytest.raises(kg.ConfigError, match=name):
-        settings(**changes)
+def test_settings_that_make_no_sense_are_refused_by_name(tmp_path, capsys, field, value):
+    assert harness.execute(bench.EXPERIMENT, {**FIELDS, field: value}, tmp_path) == harness.REFUSED
+    assert f"{field}: got" in capsys.readouterr().err
+
+
+def test_the_configuration_for_the_270m_is_complete():
+    settings = harness.read_settings(session.Settings, bench_270m.get_config())
+    assert settings.engine_shape == (engine.DEFAULT_WIDTH, engine.DEFAULT_KV_BLOCK)
+    assert (16, 256) in settings.curve_shapes and len(settings.curve_shapes) == 8
 
 
 def test_a_missing_peer_says_how_to_get_it(tmp_path):

@@ -21,6 +21,11 @@ PARAMETERS = {
     "gemma-3-4b": 3_880_263_168,
     "gemma-3-12b": 11_766_034_176,
     "gemma-3-27b": 27_009_346_304,
+    "gemma-4-e2b": 4_628_569_344,
+    "gemma-4-e4b": 7_463_013_376,
+    "gemma-4-12b": 11_907_350_272,
+    "gemma-4-31b": 30_697_345_280,
+    "gemma-4-26b-a4b": 25_233_141_760,
 }
 FULL_LAYERS = {  # number of layers, and the last full one
     "gemma-3-270m": (18, 17),
@@ -28,6 +33,11 @@ FULL_LAYERS = {  # number of layers, and the last full one
     "gemma-3-4b": (34, 29),
     "gemma-3-12b": (48, 47),
     "gemma-3-27b": (62, 59),
+    "gemma-4-e2b": (35, 34),
+    "gemma-4-e4b": (42, 41),
+    "gemma-4-12b": (48, 47),
+    "gemma-4-31b": (60, 59),
+    "gemma-4-26b-a4b": (30, 29),
 }
 
 
@@ -61,7 +71,7 @@ def test_layer_kinds(name):
     config = configurations.get(name)
     full = [layer for layer, kind in enumerate(config.layer_kinds) if kind == config_lib.FULL]
     assert (config.num_layers, full[-1]) == FULL_LAYERS[name]
-    assert full == list(range(5, config.num_layers, 6))
+    assert full == list(range(full[0], config.num_layers, full[0] + 1))
 
 
 def test_27b_scales_queries_by_168():

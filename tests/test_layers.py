@@ -43,6 +43,13 @@ def test_rms_norm_multiplies_by_one_plus_weight_before_its_only_rounding():
     assert np.abs(ulps).max() <= 1 and np.mean(ulps == 0) > 0.99
 
 
+def test_rms_norm_uses_correctly_rounded_operations():
+    """In float32 every step is one NumPy operation, which no approximate reciprocal square root would equal."""
+    x = np.random.default_rng(1).standard_normal((4096, 1)).astype(np.float32)
+    found = np.asarray(jax.jit(layers.RMSNorm(0.0).apply)({"params": {"scale": np.zeros(1, np.float32)}}, x))
+    np.testing.assert_array_equal(found, x * (np.float32(1) / np.sqrt(x * x)))
+
+
 def test_dot_accumulates_in_float32_and_leaves_rounding_to_the_caller():
     a, b = random(16, 2048), random(2048, 16)
     found = np.asarray(jax.jit(lambda a, b: layers.dot("TF,FD->TD", a, b))(a, b))

@@ -212,6 +212,16 @@ def test_other_layouts_are_refused_before_arrays_are_read(field, value, entry):
     entries.assert_refused(entry, f"logits: stored with {field}")
 
 
+def test_a_shape_that_orbax_notes_too_is_compared_with_the_bytes_on_disk(entry, monkeypatch):
+    reads = []
+    monkeypatch.setattr(storage.ocp, "load", lambda *arguments, **named: reads.append(arguments))
+    shape = [25 * 10**4]
+    rewrite(entry / "arrays" / "state" / "logits" / ".zarray", lambda noted: noted.update(shape=shape, chunks=shape))
+    entry = forge(entry, lambda manifest: manifest["logits"].update(shape=shape))
+    entries.assert_refused(entry, "logits: 48 bytes on disk, wanted 1000000")
+    assert not reads
+
+
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b"\xff", b"{" * 1000])
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/logits/.zarray"])
 def test_broken_orbax_files_are_a_typed_error_or_harmless(name, raw, entry):

@@ -70,7 +70,7 @@ def test_processes_that_deposit_the_same_ids_and_one_that_dies(tmp_path):
     code = (
         "import sys; from kvgraft_jax.grafting import storage; from tests import entries\n"
         "print('ready', flush=True)\n"
-        "for number in range(12): storage.save_artifact(entries.make_artifact(number), sys.argv[1])\n"
+        "for number in range(8): storage.save_artifact(entries.make_artifact(number), sys.argv[1])\n"
     )
     processes = [run(code, tmp_path) for _ in range(3)]
     for process in processes:
@@ -86,10 +86,10 @@ def test_processes_that_deposit_the_same_ids_and_one_that_dies(tmp_path):
     assert [process.returncode for process in processes[:2]] == [0, 0]
     assert (
         set(storage.list_artifacts(tmp_path))
-        == {entries.make_artifact(number).artifact_id for number in range(12)}
+        == {entries.make_artifact(number).artifact_id for number in range(8)}
         >= seen
     )
-    storage.save_artifact(entries.make_artifact(12), tmp_path)
+    storage.save_artifact(entries.make_artifact(8), tmp_path)
     assert not entries.rooms(tmp_path)
 
 

@@ -13,6 +13,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import psutil
 
@@ -37,6 +38,7 @@ class Memory:
       base_bytes: resident in a process that only initialised jax.
       weights_bytes: of all parameters in their dtype.
       cache_bytes: of one context.
+      load_s: seconds of `load_model`.
       loading: `load_model`.
       engine: `Engine`, and the compilation of its programs in the first step.
       prefill: reading more tokens, one context alive.
@@ -45,6 +47,7 @@ class Memory:
     base_bytes: int
     weights_bytes: int
     cache_bytes: int
+    load_s: float
     loading: Phase
     engine: Phase
     prefill: Phase
@@ -79,6 +82,7 @@ def measure(uri: str, dtype: str, capacity: int, num_tokens: int) -> Memory:
         base_bytes,
         found["weights_bytes"],
         found["cache_bytes"],
+        found["load_s"],
         loading=phase("loading"),
         engine=phase("engine"),
         prefill=phase("prefill"),
@@ -128,7 +132,9 @@ def _measure_here(uri: str, dtype: str, capacity: int, num_tokens: int) -> dict:
 
     found: dict[str, object] = {}
     meter = _initialised_meter()
+    start = time.perf_counter()
     model = kg.load_model(uri, dtype=dtype)
+    found["load_s"] = time.perf_counter() - start
     found["loading"] = meter.look()
     engine = kg.Engine(model, capacity=capacity)
     token_ids = [position % model.config.vocab_size for position in range(num_tokens)]

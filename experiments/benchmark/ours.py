@@ -10,6 +10,7 @@ import pathlib
 import jax
 import numpy as np
 
+from experiments import corpus as corpus_lib
 from experiments.benchmark import timing
 import kvgraft_jax as kg
 from kvgraft_jax import engine as engine_lib
@@ -19,37 +20,38 @@ from kvgraft_jax.gemma import step as step_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """How much of everything; all in tokens.
+class Texts:
+    """What is read, as token ids.
 
     Attributes:
-      prompt: a short text: prefill of it, decode after it.
-      context: a long text: prefill of it, deposit, graft.
-      question: what is asked after the context.
-      decoded: greedy decode steps.
+      prompt: a short text, the beginning of the context.
+      context: a long text.
+      question: what is asked after it.
     """
 
-    prompt: int
-    context: int
-    question: int
-    decoded: int
+    prompt: list[int]
+    context: list[int]
+    question: list[int]
+
+
+def texts(model: kg.Model, prompt_tokens: int, context_tokens: int, question_tokens: int) -> Texts:
+    """Texts of these lengths out of the corpus."""
+    token_ids = list(corpus_lib.tokenize(model).sample(0, context_tokens + question_tokens))
+    return Texts(token_ids[:prompt_tokens], token_ids[:context_tokens], token_ids[context_tokens:])
 
 
 class Ours:
     """One engine and the texts that it is measured on."""
 
-    def __init__(self, engine: engine_lib.Engine, sizes: Sizes, directory: pathlib.Path):
+    def __init__(self, engine: engine_lib.Engine, texts: Texts, decoded: int, directory: pathlib.Path):
         """Args:
-        engine: its capacity holds the context, the question and the decoded tokens.
-        sizes: of the texts, which are random tokens after a BOS: time does not depend on what a text says.
+        engine: its capacity holds everything that is read and decoded.
+        texts: what it reads.
+        decoded: greedy decode steps.
         directory: where artifacts go.
         """
-        vocab_size = engine.model.config.vocab_size
-        drawn = np.random.default_rng(0).integers(0, vocab_size, sizes.context + sizes.question - 1)
-        token_ids = [engine.model.config.bos_id, *drawn.tolist()]
-        self.prompt, self.context = token_ids[: sizes.prompt], token_ids[: sizes.context]
-        self.question = token_ids[sizes.context :]
-        self._engine, self._sizes, self._directory = engine, sizes, directory
+        self.texts = texts
+        self._engine, self._decoded, self._directory = engine, decoded, directory
         self._artifact_id = ""
         self._num_deposits = 0
 
@@ -59,8 +61,9 @@ class Ours:
 
     def decode_s(self, prompt: state_lib.State) -> float:
         """Seconds of the greedy decode steps after a prompt, which is not counted."""
-        decoded = self._sizes.decoded
-        return timing.timed(lambda: _arrays(self._engine.generate(prompt, max_new_tokens=decoded, stop_ids=())[1]))
+        return timing.timed(
+            lambda: _arrays(self._engine.generate(prompt, max_new_tokens=self._decoded, stop_ids=())[1])
+        )
 
     def capture(self, state: state_lib.State) -> kg.Artifact:
         """An artifact of the state that no earlier one is equal to."""
@@ -82,7 +85,7 @@ class Ours:
     def graft_and_answer_s(self) -> float:
         """Seconds from the artifact's files to the first token after the question."""
         return timing.timed(
-            lambda: int(self._engine.extend(self._engine.graft(self.load()), self.question).logits.argmax())
+            lambda: int(self._engine.extend(self._engine.graft(self.load()), self.texts.question).logits.argmax())
         )
 
     def disk_bytes(self) -> int:
@@ -95,7 +98,7 @@ class Ours:
         found = {f"step at {start}": timing.measure(self._step(start), repeats) for start in step_starts}
         hidden_TxD = self._step(0)().hidden_TxD
         found["head"] = timing.measure(lambda: runner.programs.head(runner.params, hidden_TxD, np.int32(0)), repeats)
-        state = engine.prefill(self.context)
+        state = engine.prefill(self.texts.context)
         found["copy_cache"] = timing.measure(lambda: step_lib.copy_cache(state.cache), repeats)
         captured = []
         found["capture"] = timing.measure(lambda: captured.append(self.capture(state)), repeats)
@@ -105,14 +108,14 @@ class Ours:
         artifact = self.load()
         found["graft"] = timing.measure(lambda: _arrays(engine.graft(artifact)), repeats)
         grafted = engine.graft(artifact)
-        found["question"] = timing.measure(lambda: _arrays(engine.extend(grafted, self.question)), repeats)
+        found["question"] = timing.measure(lambda: _arrays(engine.extend(grafted, self.texts.question)), repeats)
         return found
 
     def _step(self, start: int) -> Callable[[], step_lib.StepResult]:
         """One step with a token in every lane, on a cache of its own that it hands on from call to call."""
         runner, config = self._engine.runner, self._engine.step_config
         cache = cache_lib.make_cache(config.model, self._engine.capacity + config.width, config.jnp_dtype)
-        tokens_T = step_lib.pad_tokens(self.context[: config.width], config.width)
+        tokens_T = step_lib.pad_tokens(self.texts.context[: config.width], config.width)
 
         def step() -> step_lib.StepResult:
             nonlocal cache

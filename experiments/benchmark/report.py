@@ -1,4 +1,4 @@
-"""A benchmark's figures as data and as tables."""
+"""A benchmark's figures as the harness writes and prints them: flat mappings, and one row per measurement."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 
 from experiments.benchmark import claims as claims_lib
 from experiments.benchmark import memory as memory_lib
-from experiments.benchmark import ours as ours_lib
-from experiments.benchmark import peer as peer_lib
 from experiments.benchmark import timing
+
+Mappings = dict[str, dict[str, str | int | float | bool]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,37 +24,27 @@ class CurvePoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class Artifact:
-    """Bytes of the context's artifact: of its arrays, and of all its files."""
-
-    array_bytes: int
-    disk_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
+class Measured:
     """Everything that one benchmark measured.
 
     Attributes:
-      sizes: tokens of everything.
-      once_s: seconds of what happens once in a process, by name.
-      parts: timings of our side, by part.
+      tokens: what each task reads or decodes.
       tasks: timings of every contender, by task.
-      artifact: of the context.
+      parts: timings of our side, by part.
+      once_s: seconds of what happens once in a process, by name.
+      artifact_bytes: of the context's artifact, by what they are.
       memory: None where it was not measured.
       curve: other shapes of the step.
-      peer: what the contenders were compared with; None where nothing was.
       next_tokens: greedy next token after the prompt, by contender: the same work gives the same token, save for ties.
     """
 
-    sizes: ours_lib.Sizes
-    once_s: Mapping[str, float]
-    parts: Mapping[str, timing.Timing]
+    tokens: Mapping[str, int]
     tasks: Mapping[str, claims_lib.Timings]
-    artifact: Artifact
+    parts: Mapping[str, timing.Timing]
+    once_s: Mapping[str, float]
+    artifact_bytes: Mapping[str, int]
     memory: memory_lib.Memory | None
     curve: Sequence[CurvePoint]
-    peer: peer_lib.Description | None
     next_tokens: Mapping[str, int]
 
     @property
@@ -62,124 +52,81 @@ class Figures:
         """What the figures have to reach."""
         return claims_lib.claims(self.tasks, self.memory)
 
-    def tokens(self, task: str) -> int:
-        """How many tokens a task reads or decodes."""
-        sizes = self.sizes
-        return {
-            claims_lib.PREFILL_PROMPT: sizes.prompt,
-            claims_lib.PREFILL_CONTEXT: sizes.context,
-            claims_lib.DECODE: sizes.decoded,
-            claims_lib.FIRST_TOKEN: sizes.context + sizes.question,
-        }[task]
-
-    def document(self) -> dict[str, object]:
-        """As plain JSON data."""
-        tasks = {
-            task: {
-                name: {"tokens_per_s": self.tokens(task) / timing_.median_s, **timing_.document()}
-                for name, timing_ in contenders.items()
-            }
-            for task, contenders in self.tasks.items()
-        }
-        return {
-            "sizes": dataclasses.asdict(self.sizes),
-            "claims": [
-                {"name": claim.name, "wanted": claim.wanted, "got": claim.got, "ok": claim.holds}
-                for claim in self.claims
-            ],
-            "tasks": tasks,
-            "parts": {name: timing_.document() for name, timing_ in self.parts.items()},
-            "once_s": dict(self.once_s),
-            "artifact": dataclasses.asdict(self.artifact),
-            "memory": dataclasses.asdict(self.memory) if self.memory else None,
-            "curve": [dataclasses.asdict(point) for point in self.curve],
-            "peer": dataclasses.asdict(self.peer) if self.peer else None,
-            "next_tokens": dict(self.next_tokens),
-        }
+    @property
+    def holds(self) -> bool:
+        """Whether every figure is as wanted; without peers nothing is judged."""
+        has_peers = claims_lib.best_peer_s(self.tasks[claims_lib.DECODE]) is not None
+        return not has_peers or all(claim.holds for claim in self.claims)
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A titled table of text cells."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-def tables(figures: Figures) -> tuple[Table, ...]:
-    """The figures for people: what was wanted first, then where the time and the memory go."""
-    found = [
-        Table(
-            "Wanted and got",
-            ("ratio", "wanted", "got", "ok"),
-            tuple((c.name, c.wanted, f"{c.got:.2f}", "yes" if c.holds else "NO") for c in figures.claims),
-        ),
-        Table(
-            "Speed",
-            ("task", "contender", "tokens", "median s", "tokens/s", "first call s"),
-            tuple(
-                (
-                    task,
-                    name,
-                    str(figures.tokens(task)),
-                    f"{timing_.median_s:.3f}",
-                    f"{figures.tokens(task) / timing_.median_s:,.1f}",
-                    f"{timing_.first_s:.3f}",
-                )
-                for task, contenders in figures.tasks.items()
-                for name, timing_ in contenders.items()
-            ),
-        ),
-        Table(
-            "Parts",
-            ("part", "median ms", "first call ms"),
-            tuple(
-                (name, f"{1e3 * timing_.median_s:.1f}", f"{1e3 * timing_.first_s:.1f}")
-                for name, timing_ in figures.parts.items()
-            )
-            + tuple((f"{name} (once)", "", f"{1e3 * seconds:.1f}") for name, seconds in figures.once_s.items()),
-        ),
-        Table(
-            "Artifact of the context",
-            ("", "bytes"),
-            (
-                ("arrays", f"{figures.artifact.array_bytes:,}"),
-                ("files on disk", f"{figures.artifact.disk_bytes:,}"),
-            ),
-        ),
-    ]
-    if figures.memory is not None:
-        found.append(_memory_table(figures.memory))
-    if figures.curve:
-        found.append(
-            Table(
-                "Shapes of the step",
-                ("width", "K/V block", "prefill tokens/s", "decode tokens/s", "first call s"),
-                tuple(
-                    (
-                        str(point.width),
-                        str(point.kv_block),
-                        f"{point.prefill_tokens_per_s:,.1f}",
-                        f"{point.decode_tokens_per_s:.2f}",
-                        f"{point.first_call_s:.2f}",
-                    )
-                    for point in figures.curve
-                ),
-            )
-        )
-    return tuple(found)
-
-
-def _memory_table(memory: memory_lib.Memory) -> Table:
-    phases = (("loading", memory.loading), ("engine, first step", memory.engine), ("prefill", memory.prefill))
-    return Table(
-        "Resident memory above a process that only initialised jax",
-        ("", "peak MB", "at the end MB"),
-        (
-            *((name, f"{p.peak_bytes / 1e6:.0f}", f"{p.resident_bytes / 1e6:.0f}") for name, p in phases),
-            ("of which weights", "", f"{memory.weights_bytes / 1e6:.0f}"),
-            ("of which cache", "", f"{memory.cache_bytes / 1e6:.0f}"),
-            ("that process itself", "", f"{memory.base_bytes / 1e6:.0f}"),
-        ),
+def figures(measured: Measured) -> Mappings:
+    """What stands at the top: wanted and got, then speeds, then where the time and the memory go."""
+    found: Mappings = {
+        claim.name: {"wanted": claim.wanted, "got": round(claim.got, 2), "ok": claim.holds} for claim in measured.claims
+    }
+    for task, contenders in measured.tasks.items():
+        count = measured.tokens[task]
+        found[f"{task}: tokens/s"] = {name: _rounded(count / t.median_s) for name, t in contenders.items()}
+    parts_ms = {name: 1e3 * part.median_s for name, part in measured.parts.items()}
+    read_ms = 1e3 * measured.tasks[claims_lib.PREFILL_CONTEXT][claims_lib.OURS].median_s
+    deposit_ms = {"prefill": read_ms, "capture": parts_ms["capture"], "save_artifact": parts_ms["save_artifact"]}
+    graft_ms = {name: parts_ms[name] for name in ("load_artifact", "graft", "copy_cache", "question")}
+    found["deposit of the context: ms"] = _all_rounded({"all": sum(deposit_ms.values()), **deposit_ms})
+    found["graft and question: ms"] = _all_rounded({"all": sum(graft_ms.values()), **graft_ms})
+    found["artifact of the context: bytes"] = dict(measured.artifact_bytes)
+    found["parts: ms"] = _all_rounded(parts_ms)
+    found["first calls: ms"] = _all_rounded(
+        {name: 1e3 * part.first_s for name, part in measured.parts.items()}
+        | {name: 1e3 * seconds for name, seconds in measured.once_s.items()}
     )
+    if measured.memory is not None:
+        found["resident memory above initialised jax: MB"] = _memory_mb(measured.memory)
+    for kind in ("prefill_tokens_per_s", "decode_tokens_per_s", "first_call_s"):
+        points = {
+            f"W {point.width}, block {point.kv_block}": _rounded(getattr(point, kind)) for point in measured.curve
+        }
+        if points:
+            found[f"by shape of the step: {kind}"] = points
+    if measured.next_tokens:
+        found["next token after the prompt"] = dict(measured.next_tokens)
+    return found
+
+
+def rows(measured: Measured) -> list[dict[str, str | int | float]]:
+    """One row per contender and task, and per part."""
+    found = []
+    for task, contenders in measured.tasks.items():
+        for name, timing_ in contenders.items():
+            found.append(_row(task, name, measured.tokens[task], timing_))
+    return found + [_row(name, claims_lib.OURS, 0, timing_) for name, timing_ in measured.parts.items()]
+
+
+def _row(task: str, contender: str, num_tokens: int, timing_: timing.Timing) -> dict[str, str | int | float]:
+    return {
+        "task": task,
+        "contender": contender,
+        "tokens": num_tokens or "",
+        "tokens_per_s": _rounded(num_tokens / timing_.median_s) if num_tokens else "",
+        "median_s": timing_.median_s,
+        "min_s": min(timing_.runs_s),
+        "max_s": max(timing_.runs_s),
+        "first_call_s": timing_.first_s,
+    }
+
+
+def _memory_mb(memory: memory_lib.Memory) -> dict[str, int]:
+    phases = {"loading": memory.loading, "engine and first step": memory.engine, "prefill": memory.prefill}
+    found = {}
+    for name, phase in phases.items():
+        found |= {f"{name}, peak": phase.peak_bytes, f"{name}, at the end": phase.resident_bytes}
+    found |= {"weights": memory.weights_bytes, "cache": memory.cache_bytes, "initialised jax": memory.base_bytes}
+    return {name: round(size / 1e6) for name, size in found.items()}
+
+
+def _all_rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: _rounded(value) for name, value in values.items()}
+
+
+def _rounded(value: float) -> float:
+    """Four digits: more would be noise."""
+    return float(f"{value:.4g}")

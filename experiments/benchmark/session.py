@@ -6,6 +6,7 @@ from collections.abc import Callable
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 import tempfile
@@ -14,12 +15,14 @@ import typing
 
 import numpy as np
 
+from experiments import harness
 from experiments.benchmark import claims as claims_lib
 from experiments.benchmark import export, report, timing
 from experiments.benchmark import memory as memory_lib
 from experiments.benchmark import ours as ours_lib
 from experiments.benchmark import peer as peer_lib
 import kvgraft_jax as kg
+from kvgraft_jax import digest
 from kvgraft_jax import engine as engine_lib
 
 _Result = typing.TypeVar("_Result")
@@ -27,17 +30,20 @@ _Result = typing.TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure, and how often.
+    """What the benchmark reads from a configuration.
 
     Attributes:
-      model, dtype: for `load_model`.
-      capacity, width, kv_block: of the engine; 0 means its default.
-      sizes: of the texts.
+      model, dtype: as for `load_model`.
+      capacity, width, kv_block: of the engine; for the last two, 0 means its default.
+      prompt_tokens: a short text: prefill of it, decode after it.
+      context_tokens: a long text: prefill of it, deposit, graft.
+      question_tokens: what is asked after the context.
+      decode_tokens: greedy decode steps.
       step_starts: positions at which a single step is timed.
       repeats: turns of everything that a claim rests on, after the first.
-      measures_memory: whether resident memory is measured, in processes of its own.
+      memory_tokens: prefill before the last look at resident memory; 0 leaves memory out.
       widths, kv_blocks: of further engines, which make the curves.
-      curve_decoded, curve_repeats: decode steps and turns of each of them.
+      curve_decode_tokens, curve_repeats: decode steps and turns of each of them.
       peer_threads: of torch.
     """
 
@@ -46,138 +52,168 @@ class Settings:
     capacity: int
     width: int
     kv_block: int
-    sizes: ours_lib.Sizes
+    prompt_tokens: int
+    context_tokens: int
+    question_tokens: int
+    decode_tokens: int
     step_starts: tuple[int, ...]
     repeats: int
-    measures_memory: bool
+    memory_tokens: int
     widths: tuple[int, ...]
     kv_blocks: tuple[int, ...]
-    curve_decoded: int
+    curve_decode_tokens: int
     curve_repeats: int
     peer_threads: int
 
     def __post_init__(self):
-        sizes = self.sizes
-        needed = max(sizes.context + sizes.question, sizes.prompt + sizes.decoded)
-        wanted = {
-            "repeats": (self.repeats, 1, None),
-            "curve_repeats": (self.curve_repeats, 1, None),
-            "curve_decode_tokens": (self.curve_decoded, 1, None),
-            "peer_threads": (self.peer_threads, 1, None),
-            "prompt_tokens": (sizes.prompt, 1, sizes.context),
-            "question_tokens": (sizes.question, 1, None),
-            "decode_tokens": (sizes.decoded, 1, None),
-            "capacity": (self.capacity, needed, None),
-            **{f"step_starts[{i}]": (start, 0, self.capacity) for i, start in enumerate(self.step_starts)},
-        }
-        for name, (got, low, high) in wanted.items():
+        one_or_more = "question_tokens", "decode_tokens", "repeats", "curve_decode_tokens", "curve_repeats"
+        limits = [(name, getattr(self, name), 1, None) for name in (*one_or_more, "peer_threads")]
+        limits += [
+            ("prompt_tokens", self.prompt_tokens, 1, self.context_tokens),
+            ("capacity", self.capacity, self.context_tokens + self.question_tokens, None),
+            ("capacity", self.capacity, self.prompt_tokens + self.decode_tokens, None),
+            ("memory_tokens", self.memory_tokens, 0, self.capacity),
+            *(("step_starts", start, 0, self.capacity) for start in self.step_starts),
+        ]
+        for name, got, low, high in limits:
             if got < low or high is not None and got > high:
-                raise kg.ConfigError(f"{name}: got {got}, wanted {low} {f'to {high}' if high else 'or more'}")
+                raise kg.ConfigError(f"{name}: got {got}, wanted {low} {'or more' if high is None else f'to {high}'}")
+
+    @property
+    def engine_shape(self) -> tuple[int, int]:
+        """Width and K/V block, the engine's defaults put in."""
+        return self.width or engine_lib.DEFAULT_WIDTH, self.kv_block or engine_lib.DEFAULT_KV_BLOCK
+
+    @property
+    def curve_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Width and K/V block of every further engine, none twice."""
+        width, kv_block = self.engine_shape
+        shapes = [(other, kv_block) for other in self.widths] + [(width, other) for other in self.kv_blocks]
+        return tuple(dict.fromkeys(shapes))
 
 
-def run(settings: Settings, peers_python: pathlib.Path | None) -> report.Figures:
+def run(settings: Settings, model: kg.Model, out: pathlib.Path, peers_python: pathlib.Path | None) -> harness.Findings:
     """Measures everything that the settings ask for.
 
     Args:
       settings: what to measure.
+      model: the model of the settings.
+      out: for scratch files, which are removed.
       peers_python: interpreter with the peers' requirements; None measures our side alone.
 
     Raises:
       ConfigError: the peers cannot run, or sizes that the model or engine does not accept.
     """
-    sizes, once_s = settings.sizes, {}
-    memory = None
-    if settings.measures_memory:
-        _say("resident memory, in processes of its own")
-        memory = memory_lib.measure(settings.model, settings.dtype, settings.capacity, sizes.prompt)
-    _say("model and engine")
-    model, once_s["load_model"] = _once(lambda: kg.load_model(settings.model, dtype=settings.dtype))
-    engine, once_s["Engine"] = _once(
-        lambda: kg.Engine(
-            model, capacity=settings.capacity, width=_width(settings.width), kv_block=_kv_block(settings.kv_block)
-        )
-    )
-    _, once_s["Engine.pin"] = _once(lambda: engine.pin)
+    load_before = os.getloadavg()[0]
+    if load_before > 0.5:
+        _say(f"others use this machine (load average {load_before:.1f}), which slows some contenders more than others")
     with contextlib.ExitStack() as stack:
-        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgraft-bench-")))
-        ours = ours_lib.Ours(engine, sizes, folder)
-        _say("parts of prefill, deposit and graft")
-        parts = ours.parts(settings.step_starts, settings.repeats)
-        artifact = report.Artifact(ours.load().nbytes, ours.disk_bytes())
+        scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".scratch-", dir=out)))
         peer = None
         if peers_python is not None:
             _say("transformers: loading the same weights")
-            export.export(model, folder / "export")
-            peer = stack.enter_context(peer_lib.Transformers(peers_python, folder / "export", settings.peer_threads))
-        tasks, next_tokens = {}, {}
-        for task, contenders in _contenders(engine, ours, sizes, peer).items():
-            _say(f"{task}: {', '.join(contenders)}; {settings.repeats} turns each")
+            export.export(model, scratch / "export")
+            peer = stack.enter_context(peer_lib.Transformers(peers_python, scratch / "export", settings.peer_threads))
+        once_s: dict[str, float] = {}
+        memory = None
+        if settings.memory_tokens:
+            _say("resident memory, in processes of their own")
+            memory = memory_lib.measure(settings.model, settings.dtype, settings.capacity, settings.memory_tokens)
+            once_s["load_model"] = memory.load_s
+        width, kv_block = settings.engine_shape
+        engine, once_s["Engine"] = _once(
+            lambda: kg.Engine(model, capacity=settings.capacity, width=width, kv_block=kv_block)
+        )
+        _, once_s["Engine.pin"] = _once(lambda: engine.pin)
+        texts = ours_lib.texts(model, settings.prompt_tokens, settings.context_tokens, settings.question_tokens)
+        ours = ours_lib.Ours(engine, texts, settings.decode_tokens, scratch)
+        _say("parts of prefill, deposit and graft")
+        parts = ours.parts(settings.step_starts, settings.repeats)
+        artifact = ours.load()
+        tasks = {}
+        for task, contenders in _contenders(engine, ours, settings, peer).items():
+            _say(f"{task}: {'; '.join(contenders)}; {settings.repeats} turns each")
             tasks[task] = timing.take_turns(contenders, settings.repeats)
+        next_tokens = {}
         if peer is not None:
-            next_tokens[claims_lib.OURS] = int(np.argmax(engine.prefill(ours.prompt).logits))
-            next_tokens |= {_name(dtype): peer.next_token(dtype, ours.prompt) for dtype in peer_lib.DTYPES}
-        curve = tuple(_curve_point(model, settings, *shape, folder) for shape in _curve_shapes(settings))
-        description = peer.description if peer else None
-        return report.Figures(sizes, once_s, parts, tasks, artifact, memory, curve, description, next_tokens)
+            next_tokens[claims_lib.OURS] = int(np.argmax(engine.prefill(texts.prompt).logits))
+            next_tokens |= {_name(dtype): peer.next_token(dtype, texts.prompt) for dtype in peer_lib.DTYPES}
+        measured = report.Measured(
+            tokens={
+                claims_lib.PREFILL_PROMPT: settings.prompt_tokens,
+                claims_lib.PREFILL_CONTEXT: settings.context_tokens,
+                claims_lib.FIRST_TOKEN: settings.context_tokens + settings.question_tokens,
+                claims_lib.DECODE: settings.decode_tokens,
+            },
+            tasks=tasks,
+            parts=parts,
+            once_s=once_s,
+            artifact_bytes={"arrays": artifact.nbytes, "files": ours.disk_bytes()},
+            memory=memory,
+            curve=tuple(_curve_point(model, settings, *shape, scratch) for shape in settings.curve_shapes),
+            next_tokens=next_tokens,
+        )
+    figures = report.figures(measured)
+    figures["load average"] = {"before": load_before, "after": os.getloadavg()[0]}
+    if peer is not None:
+        figures["peer"] = {**peer.description.versions, "threads": peer.description.threads}
+    return harness.Findings(
+        holds=measured.holds,
+        figures=figures,
+        pin=engine.pin,
+        inputs={
+            "weights_sha256": model.digest,
+            "token_ids_sha256": digest.json_digest([*texts.context, *texts.question]),
+        },
+        outputs={"state_sha256": artifact.state_digest},
+        rows=report.rows(measured),
+    )
 
 
 def _contenders(
-    engine: kg.Engine, ours: ours_lib.Ours, sizes: ours_lib.Sizes, peer: peer_lib.Transformers | None
+    engine: kg.Engine, ours: ours_lib.Ours, settings: Settings, peer: peer_lib.Transformers | None
 ) -> dict[str, dict[str, Callable[[], float]]]:
     """By task, what each contender does; ours first."""
-    everything = ours.context + ours.question
-    prompt = engine.prefill(ours.prompt)
+    texts = ours.texts
+    prompt = engine.prefill(texts.prompt)
     tasks = {
-        claims_lib.PREFILL_PROMPT: {claims_lib.OURS: lambda: ours.prefill_s(ours.prompt)},
+        claims_lib.PREFILL_PROMPT: {claims_lib.OURS: lambda: ours.prefill_s(texts.prompt)},
         claims_lib.PREFILL_CONTEXT: {
-            claims_lib.OURS: lambda: ours.prefill_s(ours.context),
+            claims_lib.OURS: lambda: ours.prefill_s(texts.context),
             claims_lib.GRAFT: ours.graft_s,
         },
         claims_lib.FIRST_TOKEN: {claims_lib.OURS: ours.graft_and_answer_s},
         claims_lib.DECODE: {claims_lib.OURS: lambda: ours.decode_s(prompt)},
     }
     if peer is not None:
-        texts = {
-            claims_lib.PREFILL_PROMPT: ours.prompt,
-            claims_lib.PREFILL_CONTEXT: ours.context,
-            claims_lib.FIRST_TOKEN: everything,
+        read = {
+            claims_lib.PREFILL_PROMPT: texts.prompt,
+            claims_lib.PREFILL_CONTEXT: texts.context,
+            claims_lib.FIRST_TOKEN: texts.context + texts.question,
         }
         for dtype in peer_lib.DTYPES:
-            for task, token_ids in texts.items():
+            for task, token_ids in read.items():
                 tasks[task][_name(dtype)] = functools.partial(peer.prefill, dtype, token_ids)
             for cache in peer_lib.CACHES:
-                decode = functools.partial(peer.decode, dtype, cache, ours.prompt, sizes.decoded)
+                decode = functools.partial(peer.decode, dtype, cache, texts.prompt, settings.decode_tokens)
                 tasks[claims_lib.DECODE][f"{_name(dtype)}, {cache} cache"] = decode
     return tasks
 
 
-def _curve_shapes(settings: Settings) -> tuple[tuple[int, int], ...]:
-    """(width, kv_block) of every point, none twice."""
-    widths = [(width, settings.kv_block) for width in settings.widths]
-    kv_blocks = [(settings.width, kv_block) for kv_block in settings.kv_blocks]
-    return tuple(dict.fromkeys((_width(width), _kv_block(kv_block)) for width, kv_block in widths + kv_blocks))
-
-
 def _curve_point(
-    model: kg.Model, settings: Settings, width: int, kv_block: int, folder: pathlib.Path
+    model: kg.Model, settings: Settings, width: int, kv_block: int, scratch: pathlib.Path
 ) -> report.CurvePoint:
     _say(f"width {width}, K/V block {kv_block}")
-    prompt, decoded = settings.sizes.prompt, settings.curve_decoded
-    engine = kg.Engine(model, capacity=prompt + decoded, width=width, kv_block=kv_block)
-    ours = ours_lib.Ours(engine, ours_lib.Sizes(prompt, prompt, 1, decoded), folder)
-    first_call_s = ours.prefill_s(ours.prompt[:1])
-    prefill = timing.take_turns({"": lambda: ours.prefill_s(ours.prompt)}, settings.curve_repeats)[""]
-    state = engine.prefill(ours.prompt)
-    decode = timing.take_turns({"": lambda: ours.decode_s(state)}, settings.curve_repeats)[""]
-    return report.CurvePoint(width, kv_block, prompt / prefill.median_s, decoded / decode.median_s, first_call_s)
-
-
-def _width(width: int) -> int:
-    return width or engine_lib.DEFAULT_WIDTH
-
-
-def _kv_block(kv_block: int) -> int:
-    return kv_block or engine_lib.DEFAULT_KV_BLOCK
+    prompt_tokens, decoded = settings.prompt_tokens, settings.curve_decode_tokens
+    engine = kg.Engine(model, capacity=prompt_tokens + decoded, width=width, kv_block=kv_block)
+    texts = ours_lib.texts(model, prompt_tokens, prompt_tokens, 1)
+    ours = ours_lib.Ours(engine, texts, decoded, scratch)
+    first_call_s = ours.prefill_s(texts.prompt[:1])
+    state = engine.prefill(texts.prompt)
+    contenders = {"prefill": lambda: ours.prefill_s(texts.prompt), "decode": lambda: ours.decode_s(state)}
+    timings = timing.take_turns(contenders, settings.curve_repeats)
+    prefill_s, decode_s = timings["prefill"].median_s, timings["decode"].median_s
+    return report.CurvePoint(width, kv_block, prompt_tokens / prefill_s, decoded / decode_s, first_call_s)
 
 
 def _name(dtype: str) -> str:

@@ -27,10 +27,6 @@ class Timing:
         """The steady state."""
         return statistics.median(self.runs_s)
 
-    def document(self) -> dict[str, float | list[float]]:
-        """As plain JSON data."""
-        return {"median_s": self.median_s, "first_s": self.first_s, "runs_s": list(self.runs_s)}
-
 
 def timed(work: Callable[[], object]) -> float:
     """Seconds of one call, until the arrays in the pytree that it returns are there."""

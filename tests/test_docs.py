@@ -1,0 +1,117 @@
+"""The documents keep their word: paths, commands, fields and names in them exist, and the README's Python runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import kvgraft_jax as kg
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "WORKSPACE.md")
+# Made by a run, or below a folder that one makes.
+GENERATED = ("result.json", "report.md", "manifest.json", "files.json", "out/", "arrays/", "DIRECTORY/")
+PLACEHOLDERS = ("NAME", "FILE", "FIELD", "...")
+
+_PATH = re.compile(r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]*|\b[\w-]+\.(?:py|md|txt|sh|json|toml|ipynb)\b")
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def _code(text: str) -> list[str]:
+    """Everything set as code: fenced blocks and spans."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    return blocks + re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+
+
+def missing_paths(text: str) -> list[str]:
+    """Paths in code that are not in the repository."""
+    found = {path for code in _code(text) for path in _PATH.findall(code)}
+    named = {path for path in found if not path.startswith(GENERATED) and not any(p in path for p in PLACEHOLDERS)}
+    return sorted(path for path in named if not (ROOT / path).exists())
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Commands of the workspace, and experiments, that do not exist."""
+    usage = subprocess.run(["bash", "workspace.sh"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    known = {line.split()[0] for line in usage.splitlines() if line.startswith("  ")}
+    code = "\n".join(_code(text))
+    unknown = [f"workspace.sh {name}" for name in re.findall(r"workspace\.sh (\w+)", code) if name not in known]
+    for name in re.findall(r"\bexperiments\.(\w+)", code):
+        if name not in PLACEHOLDERS and not (ROOT / "experiments" / f"{name}.py").is_file():
+            unknown.append(f"experiments.{name}")
+    return unknown
+
+
+def unknown_fields(text: str) -> list[str]:
+    """Overrides of a configuration field that no configuration has."""
+    configs = [importlib.import_module(f"configs.{path.stem}") for path in (ROOT / "configs").glob("[!_]*.py")]
+    known = {field for config in configs for field in config.get_config()}
+    fields = re.findall(r"--config\.(\w+)", "\n".join(_code(text)))
+    return [field for field in fields if field not in known and field not in PLACEHOLDERS]
+
+
+def unknown_names(text: str) -> list[str]:
+    """Names `kg.NAME` that the package does not have."""
+    return [name for name in re.findall(r"\bkg\.(\w+)", "\n".join(_code(text))) if name not in kg.__all__]
+
+
+CHECKS = (missing_paths, unknown_commands, unknown_fields, unknown_names)
+MISTAKES = {
+    missing_paths: ("see `kvgraft_jax/gemma/moe.py`", "kvgraft_jax/gemma/moe.py"),
+    unknown_commands: ("`bash workspace.sh fly` and `python -m experiments.flight`", "workspace.sh fly"),
+    unknown_fields: ("```bash\npython --config.wings=2\n```", "wings"),
+    unknown_names: ("`kg.fly()`", "fly"),
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_document_passes(check, document):
+    assert check(_text(document)) == []
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_planted_mistake_is_found(check):
+    text, expected = MISTAKES[check]
+    assert check(text)[0] == expected
+
+
+def test_every_room_is_described():
+    described = _text("WORKSPACE.md")
+    rooms = [path for path in (ROOT / "kvgraft_jax").iterdir() if path.name not in ("__init__.py", "__pycache__")]
+    rooms += [ROOT / name for name in ("configs", "experiments", "tests")]
+    names = [str(path.relative_to(ROOT)) + "/" * path.is_dir() for path in rooms]
+    assert [name for name in names if f"`{name}`" not in described] == []
+
+
+def test_every_marker_is_described():
+    described = _text("WORKSPACE.md")
+    markers = re.findall(r'^  "(\w+): ', _text("pyproject.toml"), re.M)
+    assert markers and [marker for marker in markers if f"| `{marker}` |" not in described] == []
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_the_readme_example_gives_the_code_and_equality(tmp_path):
+    (block,) = re.findall(r"^```python\n(.*?)^```", _text("README.md"), re.M | re.S)
+    result = subprocess.run(
+        [sys.executable, "-c", block],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    answer, *comparison = result.stdout.splitlines()
+    (deposited,) = re.findall(r"\b\d{4}\\n\\n", block)
+    assert answer.strip() == deposited[:4]
+    assert sum(line.endswith(" equal") for line in comparison) == 3 and "DIFFERENT" not in result.stdout

@@ -1,0 +1,148 @@
+"""The invariance experiment: schedules are what they say, garbage stays off the rows, detectors can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import exactness_small
+from experiments import detectors, harness, schedule_invariance, schedules
+import kvgraft_jax as kg
+from kvgraft_jax.gemma import cache as cache_lib
+
+MODEL = "random:gemma-3-270m?layers=6&vocab=256&embed=32&hidden=64&heads=2&kv_heads=1&head_dim=16&window=16"
+DRAWN = tuple(schedules.draw(number, 0, 650, 16, (768, 896, 1280), 64) for number in range(200))
+
+
+def test_schedules_cover_every_kind():
+    first = DRAWN[0]
+    assert first == schedules.Schedule((schedules.Leg(768, (650,)),))
+    assert DRAWN == tuple(schedules.draw(number, 0, 650, 16, (768, 896, 1280), 64) for number in range(200))
+    assert len(set(DRAWN)) == 200
+    for schedule in DRAWN:
+        assert sum(sum(leg.pieces) for leg in schedule.legs) == 650
+        assert all(piece > 0 for leg in schedule.legs for piece in leg.pieces)
+    assert sum(schedule.trailing_singles >= 64 for schedule in DRAWN) >= 20
+    for values, wanted in (
+        ({schedule.garbage for schedule in DRAWN}, set(schedules.GARBAGE)),
+        ({schedule.policy for schedule in DRAWN}, {"visible", "full"}),
+        ({schedule.carrier for schedule in DRAWN}, {schedules.MEMORY, schedules.DISK}),
+        ({schedule.num_grafts for schedule in DRAWN}, {0, 1, 2}),
+        ({leg.capacity for schedule in DRAWN for leg in schedule.legs}, {768, 896, 1280}),
+        ({schedule.random_idle_lanes for schedule in DRAWN}, {False, True}),
+    ):
+        assert values == wanted
+    grafted = [schedule for schedule in DRAWN if schedule.num_grafts]
+    assert any(schedule.trailing_singles >= 64 for schedule in grafted)
+    lanes = {sum(schedule.legs[0].pieces) % 16 for schedule in grafted}
+    assert len(lanes) == 16, "grafts fall on every lane"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("garbage", schedules.GARBAGE)
+def test_garbage_fills_the_other_slots_and_changes_no_bit_of_a_row(dtype, garbage):
+    config = kg.load_model(MODEL).config
+    rng = np.random.default_rng(0)
+    unsigned = np.uint16 if dtype == "bfloat16" else np.uint32
+    cache = cache_lib.make_cache(config, 12, jnp.dtype(dtype))
+    patterns = jax.tree.map(
+        lambda array: rng.integers(0, np.iinfo(unsigned).max, array.shape, unsigned).view(array.dtype), cache
+    )
+    before = jax.tree.map(jnp.array, patterns)
+    after = schedules.bury(before, config, 3, 8, garbage, rng)
+    for kind, old, new in zip(config.layer_kinds, patterns.layers, after.layers, strict=True):
+        first = 3 if kind == "sliding" else 0
+        for old_SxKxH, new_SxKxH in ((old.k_rot_SxKxH, new.k_rot_SxKxH), (old.v_SxKxH, new.v_SxKxH)):
+            bits, new_bits = old_SxKxH.view(unsigned), np.asarray(new_SxKxH).view(unsigned)
+            np.testing.assert_array_equal(new_bits[first:8], bits[first:8])
+            buried = np.concatenate([np.asarray(new_SxKxH)[:first], np.asarray(new_SxKxH)[8:]])
+            if garbage == schedules.BITS:
+                assert (np.concatenate([new_bits[:first], new_bits[8:]]) != 0).mean() > 0.99
+            else:
+                wide = buried.astype(np.float64)
+                check = {"zero": wide == 0, "huge": wide > 3e38, "NaN": np.isnan(wide)}[garbage]
+                assert check.all()
+
+
+def run(tmp_path, **changes):
+    config = exactness_small.get_config()
+    config.update(dict(model=MODEL, schedules=6, text_tokens=80, capacities=(96, 128, 160)) | changes)
+    code = harness.execute(schedule_invariance.EXPERIMENT, config, tmp_path)
+    return code, json.loads((tmp_path / harness.RESULT).read_text())
+
+
+def only_damage(bench, width):
+    """The two detectors that need no other program."""
+    yield detectors.Try("row_bit", "", bench.flipped)
+    yield detectors.Try("nan_inside", "", bench.poisoned)
+
+
+@pytest.mark.slow
+def test_the_detectors_find_no_difference_where_none_is(tmp_path):
+    """The same width, and a batch of one: the ways of computing that detectors use do not differ by themselves."""
+    engine = kg.Engine(kg.load_model(MODEL), capacity=96, kv_block=32)
+    token_ids, checkpoints = [n * 7 % 256 for n in range(75)], (0, 31, 60)
+    plain = schedules.Schedule((schedules.Leg(96, (75,)),))
+    reference = schedules.run(plain, {96: engine}, token_ids, checkpoints, tmp_path)
+    bench = detectors.Bench(engine, token_ids, checkpoints)
+    assert bench.alone(16).sha256 == bench.chunked((16, 16)).sha256 == reference.sha256
+    assert bench.company(1, 16).sha256 == reference.sha256
+    assert len({bench.flipped().sha256, bench.poisoned().sha256, reference.sha256}) == 3
+
+
+@pytest.mark.slow
+def test_a_detector_that_reports_no_difference_fails_the_claim(tmp_path, monkeypatch, capsys):
+    def asleep(bench, width):
+        yield detectors.Try("another_width", "the same width", lambda: bench.alone(width))
+        yield from only_damage(bench, width)
+
+    monkeypatch.setattr(detectors, "tries", asleep)
+    code, document = run(tmp_path)
+    assert code == 1 and document["distinct_hashes"] == document["distinct_full_hashes"] == 1
+    assert document["detectors"] == {"another_width": False, "row_bit": True, "nan_inside": True}
+    assert document["first_difference"] == {}
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL: ")
+
+
+@pytest.mark.slow
+def test_a_graft_with_one_wrong_bit_is_found_and_located(tmp_path, monkeypatch):
+    monkeypatch.setattr(detectors, "tries", only_damage)
+    exact = kg.Engine.graft
+
+    def graft(engine, artifact):
+        state = exact(engine, artifact)
+        layer = state.cache.layers[5]
+        v_SxKxH = np.array(layer.v_SxKxH)
+        v_SxKxH[state.length - 1].view(np.uint8)[0, 0] ^= 1
+        layer = dataclasses.replace(layer, v_SxKxH=jnp.array(v_SxKxH))
+        return dataclasses.replace(state, cache=cache_lib.Cache((*state.cache.layers[:5], layer)))
+
+    monkeypatch.setattr(kg.Engine, "graft", graft)
+    code, document = run(tmp_path)
+    grafted = [row["schedule"] for row in document["rows"] if row["grafts"]]
+    assert code == 1 and grafted
+    found = document["first_difference"]
+    assert found["schedule"] in grafted
+    first_context = document["rows"][found["schedule"]]["contexts"].split()[0]
+    assert found["position"] == int(first_context) - 1 and found["elements"] == 1
+    assert (found["layer"], found["kind"], found["what"]) == (5, "full", "value")
+    plain = [row["sha256"] for row in document["rows"] if not row["grafts"]]
+    assert len(set(plain)) == 1
+
+
+@pytest.mark.slow
+def test_a_schedule_that_raises_is_a_difference_with_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(detectors, "tries", only_damage)
+
+    def graft(engine, artifact):
+        raise kg.IntegrityError(artifact.artifact_id, "logits", "not what was deposited")
+
+    monkeypatch.setattr(kg.Engine, "graft", graft)
+    code, document = run(tmp_path)
+    assert code == 1 and document["distinct_hashes"] > 1
+    assert "IntegrityError" in document["first_difference"]["error"]
