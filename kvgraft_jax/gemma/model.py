@@ -14,11 +14,20 @@ from kvgraft_jax.gemma import chat as chat_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import tokenizer as tokenizer_lib
-from kvgraft_jax.gemma.weights import assemble, files, gguf_file, layout, package, random_init, safetensors_file
+from kvgraft_jax.gemma.weights import (
+    assemble,
+    files,
+    gguf_file,
+    layout,
+    orbax_directory,
+    package,
+    random_init,
+    safetensors_file,
+)
 
 _DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
 _CUTS = ("layers", "vocab", "embed", "hidden", "heads", "kv_heads", "head_dim", "window")
-_SCHEMES = "hf:DIR, gguf:FILE, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
+_SCHEMES = "hf:DIR, gguf:FILE, orbax:DIR, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
@@ -51,7 +60,8 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
     Exact: bit-exact where `dtype` holds the stored values, else rounded once to nearest even.
 
     Args:
-      uri: `hf:DIR` (config.json and safetensors), `gguf:FILE`, `package:gemma-3-270m` (the installed package), or
+      uri: `hf:DIR` (config.json and safetensors), `gguf:FILE`, `orbax:DIR` (as DeepMind publishes them;
+        `?config=NAME` states which model it is), `package:gemma-3-270m` (the installed package), or
         `random:NAME?seed=0` for any released size, optionally cut with `layers`, `vocab`, `embed`, `hidden`, `heads`,
         `kv_heads`, `head_dim` and `window`.
       dtype: "bfloat16" or "float32".
@@ -65,7 +75,7 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
     if not isinstance(uri, str):
         raise errors.ConfigError(f"model URI: got {type(uri).__name__}, wanted {_SCHEMES}")
     scheme, colon, rest = uri.partition(":")
-    if not colon or not rest or scheme not in ("hf", "gguf", "package", "random"):
+    if not colon or not rest or scheme not in ("hf", "gguf", "orbax", "package", "random"):
         raise errors.ConfigError(f"model URI: got {uri!r}, wanted {_SCHEMES}")
     if scheme == "random":
         config, seed = _random_config(rest)
@@ -75,6 +85,9 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
         source = safetensors_file.open_directory(rest)
         tokenizer = tokenizer_lib.from_directory(pathlib.Path(source.origin))
         template = _directory_template(pathlib.Path(source.origin))
+    elif scheme == "orbax":
+        source = orbax_directory.open_directory(rest)
+        tokenizer, template = orbax_directory.find_tokenizer(source), ""
     else:
         source = gguf_file.open_file(str(package.find_file(rest)) if scheme == "package" else rest)
         tokenizer = tokenizer_lib.from_gguf(source.header.metadata, source.origin)
