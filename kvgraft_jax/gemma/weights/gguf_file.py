@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import pathlib
 
 from gguf import constants, quants
 import numpy as np
@@ -16,34 +17,69 @@ _TOP = {
     "token_embd.weight": layout.EMBEDDING_NAME,
     "output_norm.weight": "norm.weight",
     "output.weight": layout.HEAD_NAME,
+    "per_layer_token_embd.weight": "embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "per_layer_projection_norm.weight",
 }
 _BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate.weight": "per_layer_input_gate.weight",
+    "proj.weight": "per_layer_projection.weight",
+    "post_norm.weight": "post_per_layer_input_norm.weight",
+    "ffn_gate_inp.weight": "router.proj.weight",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2.weight": "pre_feedforward_layernorm_2.weight",
+    "post_ffw_norm_1.weight": "post_feedforward_layernorm_1.weight",
+    "post_ffw_norm_2.weight": "post_feedforward_layernorm_2.weight",
 }
+_GATE, _UP, _GATE_UP = "ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.weight"
+_ROTARY_DIVISORS = "rope_freqs.weight"
+_NO_ROTATION = np.float32(1e30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """One public tensor: matrix i of the whole is that of all parts, one below the other.
+
+    Attributes:
+      parts: one stored tensor, or several of equal shape.
+    """
+
+    parts: tuple[gguf_header.StoredTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        *matrices, columns = self.parts[0].shape
+        return (*matrices[:-1], *(len(self.parts) * rows for rows in matrices[-1:]), columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class GGUFSource:
     """An opened GGUF file; see `source.Source`.
 
-    Norm weights are stored as 1 + w; `read_rows` gives w, subtracted in float32.
+    Gemma 3 files store norm weights as 1 + w; `read_rows` gives w, subtracted in float32. Gemma 4 files store w.
     """
 
     config: config_lib.GemmaConfig
     header: gguf_header.Header
-    tensors: Mapping[str, gguf_header.StoredTensor]
+    tensors: Mapping[str, Stack]
     shifted: frozenset[str]
 
     @property
@@ -58,11 +94,16 @@ class GGUFSource:
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows of one tensor; see `source.Source`."""
-        tensor = self.tensors[name]
-        row = tensor.row_bytes
-        raw = files.read_bytes(self.header.path, tensor.offset + start * row, (stop - start) * row)
-        # As one long row: the package works through 16 rows at a time, which is slow for short ones.
-        values = quants.dequantize(raw.reshape(1, -1), tensor.kind).reshape(stop - start, tensor.shape[-1])
+        parts = self.tensors[name].parts
+        rows = parts[0].shape[-2] if len(parts) > 1 else stop
+        blocks = []
+        while start < stop:
+            block, row = divmod(start, rows)
+            count = min(stop - start, rows - row)
+            matrix, part = divmod(block, len(parts))
+            blocks.append(_read_rows(self.header.path, parts[part], matrix * rows + row, count))
+            start += count
+        values = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return values - np.float32(1) if name in self.shifted else values
 
 
@@ -84,18 +125,48 @@ def open_file(path: str) -> GGUFSource:
                 f"{path}: {', '.join(names[:8])}: {kind.name} cannot be dequantised by the installed gguf package; "
                 "use another quantisation, for example Q8_0 or BF16"
             ) from None
-    names = {name: _public_name(name) for name in header.tensors}
+    stacks = {name: Stack((tensor,)) for name, tensor in header.tensors.items()}
+    for gate in [name for name in stacks if name.endswith("." + _GATE)]:
+        up, both = (gate.removesuffix(_GATE) + name for name in (_UP, _GATE_UP))
+        if both not in stacks and up in stacks and stacks[up].shape == stacks[gate].shape:
+            stacks[both] = Stack((*stacks.pop(gate).parts, *stacks.pop(up).parts))
+    if not config.norm_plus_one and config_lib.FULL in config.layer_kinds:
+        _check_rotary_divisors(header, config)
+        del stacks[_ROTARY_DIVISORS]
     return GGUFSource(
         config,
         header,
-        {names[name]: tensor for name, tensor in header.tensors.items()},
-        frozenset(public for name, public in names.items() if name.endswith("norm.weight")),
+        {_public_name(name): stack for name, stack in stacks.items()},
+        frozenset(_public_name(name) for name in stacks if name.endswith("norm.weight") and config.norm_plus_one),
+    )
+
+
+def _read_rows(path: pathlib.Path, tensor: gguf_header.StoredTensor, start: int, count: int) -> np.ndarray:
+    raw = files.read_bytes(path, tensor.offset + start * tensor.row_bytes, count * tensor.row_bytes)
+    # As one long row: the package works through 16 rows at a time, which is slow for short ones.
+    return quants.dequantize(raw.reshape(1, -1), tensor.kind).reshape(count, tensor.shape[-1])
+
+
+def _check_rotary_divisors(header: gguf_header.Header, config: config_lib.GemmaConfig) -> None:
+    """Raises unless the file divides the frequencies of full layers by what the configuration says: 1, or infinity."""
+    pairs = config.full.head_dim // 2
+    rotating = int(config.full.rotary.fraction * pairs)
+    wanted = np.where(np.arange(pairs) < rotating, np.float32(1), _NO_ROTATION)
+    tensor = header.tensors.get(_ROTARY_DIVISORS)
+    found = None if tensor is None else tensor.shape
+    if found == (pairs,):
+        found = _read_rows(header.path, tensor, 0, 1)[0]
+        if np.array_equal(found, wanted):
+            return
+    raise errors.WeightsError(
+        f"{header.path}: {_ROTARY_DIVISORS}: got {found}, wanted {rotating} times 1, then {pairs - rotating} times 1e30"
     )
 
 
 def _public_name(name: str) -> str:
     """The public name; one that this format does not define stays as it is, and counts as unexpected."""
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK and parts[3] == "weight":
-        return f"layers.{parts[1]}.{_BLOCK[parts[2]]}.weight"
+    block, _, rest = name.partition(".")
+    layer, _, tail = rest.partition(".")
+    if block == "blk" and tail in _BLOCK:
+        return f"layers.{layer}.{_BLOCK[tail]}"
     return _TOP.get(name, name)

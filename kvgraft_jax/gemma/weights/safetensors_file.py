@@ -15,9 +15,15 @@ from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma.weights import files, huggingface_config, layout
 
 _PREFIXES = ("language_model.model.", "model.language_model.", "model.")
-_IGNORED = tuple(
-    f"{prefix}{tower}." for prefix in ("", "model.") for tower in ("vision_tower", "multi_modal_projector")
+_OTHER_MODALITIES = (
+    "vision_tower",
+    "multi_modal_projector",
+    "audio_tower",
+    "embed_vision",
+    "embed_audio",
+    "vision_embedder",
 )
+_IGNORED = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in _OTHER_MODALITIES)
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 _MAX_HEADER_BYTES = 100_000_000
