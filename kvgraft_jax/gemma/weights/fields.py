@@ -1,0 +1,101 @@
+"""Reads the named values that describe a model, and raises everything that is wrong with them as one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from kvgraft_jax import errors
+
+
+class Fields:
+    """The values of one document, each of which must be read or named as harmless: any other would change the model.
+
+    A reader that meets a wrong value notes it and returns a stand-in, so that all are found; call `check` before the
+    result is used.
+
+    Attributes:
+      values: the document.
+      problems: what is wrong so far.
+    """
+
+    def __init__(self, values: Mapping[str, object]):
+        self.values = values
+        self.problems: list[str] = []
+        self._known: set[str] = set()
+
+    def take(self, key: str, default: object = None) -> object:
+        """The value; `default` where it is missing or null."""
+        self._known.add(key)
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def wrong(self, key: str, value: object, wanted: str) -> None:
+        """Notes a value that is not accepted."""
+        self.problems.append(f"{key}: got {_short(value)}, wanted {wanted}")
+
+    def integer(self, key: str, default: int | None = None, may_be_null: bool = False) -> int:
+        """A whole number; without a default it must be there."""
+        return self._number(key, default, (int,), "a whole number", may_be_null)
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A number; without a default it must be there."""
+        return float(self._number(key, default, (int, float), "a number", False))
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above 0; without a default it must be there."""
+        value = self.real(key, default)
+        if not value > 0:
+            self.wrong(key, value, "a number above 0")
+            return 1.0
+        return value
+
+    def flag(self, key: str) -> bool:
+        """True or false; false where it is missing or null."""
+        value = self.take(key, False)
+        if not isinstance(value, bool):
+            self.wrong(key, value, "true or false")
+        return value is True
+
+    def only(self, key: str, *accepted: object) -> None:
+        """Notes any other value than these, of which the first is the one to ask for; missing is accepted."""
+        self._known.add(key)
+        value = self.values.get(key, accepted[0])
+        if isinstance(value, np.ndarray) or value not in accepted:
+            self.wrong(key, value, repr(accepted[0]))
+
+    def ignore(self, keys: Iterable[str]) -> None:
+        """Names keys that do not change the numbers."""
+        self._known.update(keys)
+
+    def check(self) -> None:
+        """Raises one `ConfigError` with all wrong values, missing ones, and keys that were neither read nor ignored."""
+        unknown = [
+            f"unknown key {key} = {_short(value)}"
+            for key, value in self.values.items()
+            if key not in self._known and value is not None
+        ]
+        if unknown or self.problems:
+            raise errors.ConfigError(
+                "would not give the numbers that the model was made for: " + "; ".join(unknown + self.problems)
+            )
+
+    def _number(
+        self, key: str, default: float | None, kinds: tuple[type, ...], wanted: str, may_be_null: bool
+    ) -> int | float:
+        self._known.add(key)
+        if key not in self.values or (may_be_null and self.values[key] is None):
+            if default is None:
+                self.problems.append(f"missing {key}")
+            return 1 if default is None else default
+        value = self.values[key]
+        if type(value) not in kinds:
+            self.wrong(key, value, wanted)
+            return 1
+        return value
+
+
+def _short(value: object, limit: int = 96) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

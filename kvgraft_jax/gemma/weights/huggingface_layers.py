@@ -1,0 +1,85 @@
+"""What the config.json of Gemma 3 and 4 say in the same way: fixed settings, layer kinds, rotary encoding."""
+
+from __future__ import annotations
+
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma.weights import fields as fields_lib
+
+KINDS = {"sliding_attention": config_lib.SLIDING, "full_attention": config_lib.FULL}
+
+
+def check_fixed(fields: fields_lib.Fields) -> None:
+    """Notes settings of which one value alone is computed."""
+    for key in ("hidden_activation", "hidden_act"):
+        fields.only(key, "gelu_pytorch_tanh", None)
+    fields.only("tie_word_embeddings", True)
+    fields.only("attention_bias", False)
+    fields.only("attn_logit_softcapping", None)
+    fields.only("quantization_config", None)
+
+
+def softcap(fields: fields_lib.Fields) -> float | None:
+    """The final soft cap, or None."""
+    key = "final_logit_softcapping"
+    return None if fields.take(key) is None else fields.real(key)
+
+
+def layer_kinds(fields: fields_lib.Fields, num_layers: int, period: int) -> tuple[str, ...]:
+    """The kind of every layer: as listed, else full every `period` layers."""
+    names = fields.take("layer_types")
+    if names is None:
+        return config_lib.repeating_kinds(num_layers, period)
+    if not isinstance(names, list) or any(name not in KINDS for name in names) or len(names) != num_layers:
+        fields.wrong("layer_types", names, f"{num_layers} names out of {', '.join(KINDS)}")
+        return config_lib.repeating_kinds(num_layers, period)
+    return tuple(KINDS[name] for name in names)
+
+
+def rope_parameters(fields: fields_lib.Fields, kind: str) -> dict[str, object] | None:
+    """The entry of attention kind `kind` in `rope_parameters`, or None."""
+    entries = fields.take("rope_parameters")
+    if entries is None:
+        return None
+    if not isinstance(entries, dict) or set(entries) - set(KINDS):
+        fields.problems.append(f"rope_parameters: got {entries!r}, wanted entries {', '.join(KINDS)}")
+        return None
+    entry = entries.get(kind)
+    return dict(entry) if isinstance(entry, dict) else None
+
+
+def rotary(
+    fields: fields_lib.Fields, kind: str, rope: dict[str, object], base: object, types: tuple[str, ...]
+) -> config_lib.RotaryConfig:
+    """The rotary encoding that `rope` describes; notes a type out of `types` or keys that its type does not read.
+
+    Args:
+      fields: the document, for its list of problems.
+      kind: the public name of the attention kind.
+      rope: rope_type, rope_theta, factor, partial_rotary_factor.
+      base: theta where `rope` has none.
+      types: those that the architecture has, out of "default", "linear" (frequencies divided by factor) and
+        "proportional" (the same, and partial_rotary_factor is the share that rotates).
+    """
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    rope_type = rope.pop("rope_type", None) or "default"
+    values = {"rope_theta": rope.pop("rope_theta", None) or base, "factor": 1.0, "partial_rotary_factor": 1.0}
+    if rope_type in ("linear", "proportional"):
+        values["factor"] = rope.pop("factor", 1.0)
+    if rope_type == "proportional":
+        values["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
+    elif rope.get("partial_rotary_factor") in (None, 1):
+        rope.pop("partial_rotary_factor", None)
+    where = f"rotary encoding of {kind}"
+    if rope_type not in types or rope:
+        fields.problems.append(f"{where}: got type {rope_type!r} with {rope}, wanted one of {', '.join(types)}")
+    for key, value in values.items():
+        if type(value) not in (int, float):
+            fields.wrong(f"{where}: {key}", value, "a number")
+            return config_lib.RotaryConfig(1e4)
+    try:
+        return config_lib.RotaryConfig(*map(float, values.values()))
+    except errors.ConfigError as error:
+        fields.problems.append(f"{where}: {error}")
+        return config_lib.RotaryConfig(1e4)
