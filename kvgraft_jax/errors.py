@@ -27,6 +27,10 @@ class CapacityError(InputError):
     """More tokens than the cache has slots for; raised before any compute."""
 
 
+class ResourceError(KVGraftError):
+    """More memory than the device has free; raised before anything is loaded."""
+
+
 class WeightsError(KVGraftError):
     """A checkpoint that is missing, truncated, foreign, or does not hold the tensors that the model needs."""
 

@@ -13,7 +13,7 @@ import tqdm
 
 from kvgraft_jax import digest as digest_lib
 from kvgraft_jax import errors
-from kvgraft_jax.gemma.weights import layout
+from kvgraft_jax.gemma.weights import layout, memory
 from kvgraft_jax.gemma.weights import source as source_lib
 
 _CHUNK_ELEMENTS = 1 << 21
@@ -45,13 +45,14 @@ def assemble(source: source_lib.Source, dtype: np.dtype) -> Assembled:
 
     Raises:
       WeightsError: one error that lists every tensor that is missing, unexpected or of the wrong shape.
+      ResourceError: the device has not enough memory; raised before any tensor is read.
     """
     parameters = layout.parameters(source.config)
     check_tensors(source, parameters)
-    if layout.HEAD_NAME in source.shapes:
-        _check_head(source)
 
     def load(parameter: layout.Parameter) -> tuple[jax.Array, str]:
+        if parameter.name == layout.EMBEDDING_NAME and layout.HEAD_NAME in source.shapes:
+            _check_head(source)
         array = aligned_empty(parameter.shape, dtype)
         _fill(source, parameter, array)
         array.flags.writeable = False
@@ -68,8 +69,13 @@ def collect(
     dtype: np.dtype,
     load: Callable[[layout.Parameter], tuple[jax.Array, str]],
 ) -> Assembled:
-    """The tree and digest of what `load` returns (device array, array digest) for each parameter."""
+    """The tree and digest of what `load` returns (device array, array digest) for each parameter.
+
+    Raises:
+      ResourceError: the device has not enough memory; raised before the first call of `load`.
+    """
     total = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
+    memory.check(origin, total, jax.local_devices()[:1])
     leaves, digests = {}, {}
     if total > _PROGRESS_BYTES and not sys.stderr.isatty():
         print(f"kvgraft_jax: loading {origin} ({total / 1e6:.0f} MB)", file=sys.stderr)
@@ -138,7 +144,7 @@ def _check_head(source: source_lib.Source) -> None:
         if not np.array_equal(head.view(np.uint32), table.view(np.uint32)):
             raise errors.WeightsError(
                 f"{source.origin}: {layout.HEAD_NAME} differs from {layout.EMBEDDING_NAME} in rows {start} to {stop}; "
-                "wanted a tied output head, as in every released Gemma 3. Export the model again with tied embeddings."
+                "wanted a tied output head, as in every released Gemma. Export the model again with tied embeddings."
             )
 
 

@@ -1,0 +1,85 @@
+"""Tells, before anything is loaded, whether a device has the memory for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import pathlib
+
+import jax
+import psutil
+
+from kvgraft_jax import errors
+
+_PROCESS_GROUPS = pathlib.Path("/proc/self/cgroup")
+_GROUPS = pathlib.Path("/sys/fs/cgroup")
+# Limit, use, and what of the use can be taken back at any time, in either version of control groups.
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def check(what: str, needed: int, devices: Iterable[jax.Device]) -> None:
+    """Raises `ResourceError` unless each of `devices` has `needed` bytes free.
+
+    Args:
+      what: what is to be loaded, for the message.
+      needed: bytes on every device.
+      devices: devices; one that does not tell its memory is taken to have enough.
+    """
+    for device in devices:
+        present = available(device)
+        if present is not None and needed > present:
+            raise errors.ResourceError(
+                f"{what}: needs {needed} bytes ({needed / 1e9:.1f} GB) for the parameters alone, but {device} has "
+                f"{present} free ({present / 1e9:.1f} GB); use a smaller model or dtype='bfloat16', spread it over "
+                "more devices, or end other programs"
+            )
+
+
+def available(device: jax.Device) -> int | None:
+    """Free bytes of a device, or None where it does not tell: of the host, what neither it nor a container limits."""
+    if device.platform == "cpu":
+        return min([psutil.virtual_memory().available, *group_rooms(_PROCESS_GROUPS, _GROUPS)])
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats or "bytes_in_use" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def group_rooms(process_groups: pathlib.Path, root: pathlib.Path) -> list[int]:
+    """Bytes that each control group of a process still allows; empty where there are none or no limits.
+
+    Args:
+      process_groups: a file like /proc/self/cgroup.
+      root: where the groups are mounted, as /sys/fs/cgroup.
+    """
+    rooms = []
+    for line in _read(process_groups).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        group = top / path.lstrip("/")
+        while group.is_relative_to(top):
+            rooms += [room for names in _FILES if (room := _room(group, *names)) is not None]
+            if group == top:
+                break
+            group = group.parent
+    return rooms
+
+
+def _room(group: pathlib.Path, limit_file: str, use_file: str, reclaimable: str) -> int | None:
+    limit, use = _read(group / limit_file).strip(), _read(group / use_file).strip()
+    if not limit.isdecimal() or not use.isdecimal():
+        return None
+    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines() if len(line.split()) == 2)
+    return int(limit) - int(use) + int(stat.get(reclaimable, "0"))
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
