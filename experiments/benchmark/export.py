@@ -26,7 +26,7 @@ def export(model: model_lib.Model, directory: pathlib.Path) -> None:
     tensors = {}
     for parameter in layout.parameters(model.config):
         array = np.asarray(leaves[parameter.path])
-        if parameter.is_kernel:
+        if parameter.matrices:
             array = array.reshape(parameter.stored_shape[::-1]).T
         tensors[f"model.{parameter.name}"] = np.ascontiguousarray(array)
     safetensors_numpy.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -26,7 +26,18 @@ from kvgraft_jax.gemma.weights import (
 )
 
 _DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
-_CUTS = ("layers", "vocab", "embed", "hidden", "heads", "kv_heads", "head_dim", "window")
+_CUTS = (
+    "layers",
+    "vocab",
+    "embed",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "window",
+    "experts",
+    "per_layer",
+)
 _SCHEMES = "hf:DIR, gguf:FILE, orbax:DIR, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
@@ -62,13 +73,15 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
     Args:
       uri: `hf:DIR` (config.json and safetensors), `gguf:FILE`, `orbax:DIR` (as DeepMind publishes them;
         `?config=NAME` states which model it is), `package:gemma-3-270m` (the installed package), or
-        `random:NAME?seed=0` for any released size, optionally cut with `layers`, `vocab`, `embed`, `hidden`, `heads`,
-        `kv_heads`, `head_dim` and `window`.
+        `random:NAME?seed=0` for any released size (`gemma-3-270m` to `gemma-4-31b`), optionally cut with `layers`,
+        `vocab`, `embed`, `hidden`, `heads`, `kv_heads`, `head_dim`, `window`, `experts` and `per_layer`; see
+        `weights.random_init.cut`.
       dtype: "bfloat16" or "float32".
 
     Raises:
       ConfigError: a URI, dtype or configuration that is not accepted.
       WeightsError: a checkpoint that is missing, damaged, or does not hold the tensors that the model needs.
+      ResourceError: the parameters do not fit the memory that the device has free; raised before they are loaded.
       TokenizerError: tokenizer files that cannot be read.
     """
     as_dtype = _checked_dtype(dtype)

@@ -20,7 +20,7 @@ from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma.weights import assemble, layout
 
-_NORM_RANGE = 0.25
+_FACTOR_RANGE = 0.25  # A power of two: see `_uniform`.
 
 
 def cut(
@@ -34,39 +34,89 @@ def cut(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     window: int | None = None,
+    experts: int | None = None,
+    per_layer: int | None = None,
 ) -> config_lib.GemmaConfig:
-    """`config` with other sizes; the first `layers` layers keep their kinds. None leaves a size as it is."""
+    """`config` with other sizes; None leaves a size as it is.
+
+    The first `layers` layers keep their kinds. Of a model whose last layers share keys and values, the cut one shares
+    in the same proportion of its layers, rounded down, or in the most below it that leaves every kind a layer to share
+    with. `kv_heads` and `head_dim` are those of sliding layers, `hidden` is that of ordinary feed-forward layers:
+    what is a multiple or a fraction of them (in full layers, in layers that share, in experts) stays so, at least 1.
+    `vocab` also cuts the per-layer table and the ids that are never generated.
+
+    Args:
+      config: a released size.
+      layers, vocab, embed, hidden, heads, window: as the fields of `GemmaConfig`.
+      kv_heads, head_dim: of sliding layers.
+      experts: number of experts; a token goes through no more than there are.
+      per_layer: width of the per-layer embeddings.
+
+    Raises:
+      ConfigError: a size that does not fit the others, or of a part that this model does not have.
+    """
     if layers is not None and not 1 <= layers <= config.num_layers:
         raise errors.ConfigError(f"layers: got {layers}, wanted 1 to {config.num_layers}, the layers of {config.name}")
+    for name, size, part in (("experts", experts, config.experts), ("per_layer", per_layer, config.per_layer)):
+        if size is not None and (part is None or size < 1):
+            wanted = "a size of a part that this model does not have" if part is None else "1 or more"
+            raise errors.ConfigError(f"{name}: got {size} for {config.name}, wanted {wanted}")
+
+    def scaled(size: int, new: int | None, old: int) -> int:
+        return size if new is None else max(1, size * new // old)
 
     def kind(attention: config_lib.AttentionConfig) -> config_lib.AttentionConfig:
         return dataclasses.replace(
             attention,
-            num_kv_heads=attention.num_kv_heads if kv_heads is None else kv_heads,
-            head_dim=attention.head_dim if head_dim is None else head_dim,
+            num_kv_heads=scaled(attention.num_kv_heads, kv_heads, config.sliding.num_kv_heads),
+            head_dim=scaled(attention.head_dim, head_dim, config.sliding.head_dim),
             window=window if attention.window is not None and window is not None else attention.window,
         )
 
     full = kind(config.full)
     follows_head_dim = config.query_scale == config.full.head_dim**-0.5
+    vocab_size = config.vocab_size if vocab is None else vocab
+    kinds = config.layer_kinds[:layers]
     return dataclasses.replace(
         config,
-        vocab_size=config.vocab_size if vocab is None else vocab,
+        vocab_size=vocab_size,
         embed_dim=config.embed_dim if embed is None else embed,
         hidden_dim=config.hidden_dim if hidden is None else hidden,
         num_heads=config.num_heads if heads is None else heads,
-        layer_kinds=config.layer_kinds[:layers],
+        layer_kinds=kinds,
         sliding=kind(config.sliding),
         full=full,
         query_scale=full.head_dim**-0.5 if follows_head_dim else config.query_scale,
+        num_kv_shared_layers=_shared_layers(config, kinds),
+        shared_hidden_dim=config.shared_hidden_dim and scaled(config.shared_hidden_dim, hidden, config.hidden_dim),
+        per_layer=config.per_layer
+        and config_lib.PerLayerConfig(
+            config.per_layer.vocab_size if vocab is None else vocab, per_layer or config.per_layer.dim
+        ),
+        experts=config.experts
+        and config_lib.ExpertsConfig(
+            experts or config.experts.num_experts,
+            min(config.experts.top_k, experts or config.experts.num_experts),
+            scaled(config.experts.hidden_dim, hidden, config.hidden_dim),
+        ),
+        suppress_ids=tuple(token for token in config.suppress_ids if token < vocab_size),
     )
+
+
+def _shared_layers(config: config_lib.GemmaConfig, kinds: tuple[str, ...]) -> int:
+    """How many of the last layers share keys and values once a model is cut to the layers `kinds`; see `cut`."""
+    shared = config.num_kv_shared_layers * len(kinds) // config.num_layers
+    while set(kinds[len(kinds) - shared :]) - set(kinds[: len(kinds) - shared]):
+        shared -= 1
+    return shared
 
 
 def initialise(config: config_lib.GemmaConfig, seed: int, dtype: np.dtype) -> assemble.Assembled:
     """Random parameters for `config`.
 
-    Math: kernels and embeddings are uniform with variance 1 / fan-in (D for the embedding, so that scaled embeddings
-    and logits have variance near 1); norm weights are uniform in ±0.25.
+    Math: kernels and embeddings are uniform with variance 1 / fan-in (for an embedding its width, so that scaled
+    embeddings and logits have variance near 1); norm weights and other factors are uniform within 0.25 of what leaves
+    their argument as it is: 0 for norms that multiply by 1 + w, else 1.
 
     Exact: bit-exact across processes, backends and load order; bfloat16 values are the float32 ones, rounded.
 
@@ -77,11 +127,12 @@ def initialise(config: config_lib.GemmaConfig, seed: int, dtype: np.dtype) -> as
     """
 
     def load(parameter: layout.Parameter) -> tuple[jax.Array, str]:
-        fan_in = parameter.stored_shape[-1]
-        bound = _NORM_RANGE if parameter.is_scale else math.sqrt(3.0 / fan_in)
+        fan_in = parameter.stored_shape[-1] if parameter.matrices else parameter.shape[-1]
+        bound = _FACTOR_RANGE if parameter.is_scale else math.sqrt(3.0 / fan_in)
+        centre = 0 if config.norm_plus_one or not parameter.is_scale else round(2**23 / _FACTOR_RANGE)
         key = int.from_bytes(hashlib.sha256(f"{seed}/{parameter.path}".encode()).digest()[:8], "little")
         words = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-        values = _uniform(*words, np.float32(bound * 2.0**-23), parameter.shape, dtype)
+        values = _uniform(*words, np.int32(centre), np.float32(bound * 2.0**-23), parameter.shape, dtype)
         # An array keeps the host copy that it once gave out: hash that of a copy, which is dropped.
         return values, digest_lib.array_digest(np.asarray(jnp.copy(values)))
 
@@ -89,8 +140,11 @@ def initialise(config: config_lib.GemmaConfig, seed: int, dtype: np.dtype) -> as
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _uniform(low: jax.Array, high: jax.Array, step: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Multiples of `step`, uniform in ±2^23 steps: integer operations, then one multiplication and one rounding."""
+def _uniform(
+    low: jax.Array, high: jax.Array, centre: jax.Array, step: jax.Array, shape: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
+    """Multiples of `step`, uniform in `centre` ±2^23 steps: integer operations, then one rounding to float32 each for
+    the integer (none around 0) and its product with `step`."""
     columns = shape[-1]
     rows = shape[:-1]
     index = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
@@ -100,7 +154,7 @@ def _uniform(low: jax.Array, high: jax.Array, step: jax.Array, shape: tuple[int,
         stride *= shape[axis]
     bits = _mix(_mix(index ^ low) + high)
     integers = lax.shift_right_logical(bits, jnp.uint32(8)).astype(jnp.int32) - jnp.int32(1 << 23)
-    return (integers.astype(jnp.float32) * step).astype(dtype)
+    return ((integers + centre).astype(jnp.float32) * step).astype(dtype)
 
 
 def _mix(bits: jax.Array) -> jax.Array:
