@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 
 import gguf
@@ -192,32 +191,54 @@ def test_other_architectures(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(errors.ConfigError, match="general.architecture: got 'llama', wanted 'gemma3'"):
+    with pytest.raises(errors.ConfigError, match="general.architecture: got 'llama', wanted 'gemma3' or 'gemma4'"):
         model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
 
 
-@pytest.mark.parametrize("name", list(configurations.CONFIGURATIONS))
+@pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
 def test_metadata_gives_the_released_configurations(name):
     config = configurations.get(name)
-    values = {
-        "general.architecture": "gemma3",
-        "gemma3.context_length": config.max_positions,
-        "gemma3.embedding_length": config.embed_dim,
-        "gemma3.block_count": config.num_layers,
-        "gemma3.feed_forward_length": config.hidden_dim,
-        "gemma3.attention.head_count": config.num_heads,
-        "gemma3.attention.head_count_kv": config.full.num_kv_heads,
-        "gemma3.attention.key_length": config.full.head_dim,
-        "gemma3.attention.layer_norm_rms_epsilon": float(np.float32(1e-6)),
-        "gemma3.attention.sliding_window": config.sliding.window,
-        "gemma3.rope.freq_base": 1e6,
-    }
-    if config.full.rotary.scale != 1:
-        values |= {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": config.full.rotary.scale}
+    values = {"general.architecture": "gemma3" if config.norm_plus_one else "gemma4"}
+    for key, value in checkpoints.gguf_metadata(config).items():
+        if not key.startswith("gemma3.rope.scaling") or config.full.rotary.scale != 1:
+            values[key] = np.asarray(value) if isinstance(value, list) else value
+    values[f"{values['general.architecture']}.attention.layer_norm_rms_epsilon"] = float(np.float32(1e-6))
     table = gguf_header.StoredTensor(0, KIND.F32, (config.vocab_size, config.embed_dim))
-    header = gguf_header.Header(None, values, {"token_embd.weight": table})
-    parsed = gguf_config.parse_config(dataclasses.replace(header, path=checkpoints.pathlib.Path("m.gguf")))
-    assert parsed.document() == config.document()
+    tensors = {"token_embd.weight": table}
+    if not config.full.values_are_keys:
+        tensors["blk.4.attn_v.weight"] = tensors["blk.5.attn_v.weight"] = table
+    header = gguf_header.Header(checkpoints.pathlib.Path("m.gguf"), values, tensors)
+    assert gguf_config.parse_config(header).document() == config.document()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"attention.key_length_swa": None, "block_count": None}, "missing attention.key_length_swa"),
+        ({"attention.sliding_window_pattern": None}, "sliding_window_pattern: got None"),
+        ({"attention.sliding_window_pattern": [True] * 9}, "sliding_window_pattern"),
+        ({"attention.head_count_kv": [2] * 9 + [1]}, "head_count_kv: got [2, 2"),
+        ({"attention.head_count_kv": [2] * 9}, "head_count_kv: got [2, 2"),
+        ({"feed_forward_length": [96] * 9 + [192]}, "feed_forward_length"),
+        ({"feed_forward_length": 96.0}, "feed_forward_length: got 96.0"),
+        ({"rope.dimension_count": 16}, "rope.dimension_count: got 16, wanted 64"),
+        ({"attention.value_length_swa": 64}, "value_length_swa: got 64, wanted 32"),
+        ({"rope.freq_base_swa": 0.5}, "rope.freq_base_swa: got 0.5"),
+        ({"rope.scaling.type": "linear"}, "rope.scaling.type"),
+        ({"expert_count": 8}, "missing expert_used_count; missing expert_feed_forward_length"),
+        ({"expert_count": 2, "expert_used_count": 3, "expert_feed_forward_length": 8}, "expert_used_count: got 3"),
+        ({"rope.partial_rotary_factor": 0.5}, "unknown key rope.partial_rotary_factor = 0.5"),
+        ({"attention.shared_kv_layers": 10, "feed_forward_length": 96}, "num_kv_shared_layers: got 10"),
+    ],
+)
+def test_gemma_4_metadata_that_would_give_other_numbers(tmp_path, metadata, named):
+    loaded = model.load_model(checkpoints.SMALL_URIS["gemma-4-e2b"])
+    metadata = {f"gemma4.{key}": value for key, value in metadata.items()}
+    stored = checkpoints.stored(loaded) | checkpoints.rotary_divisors(loaded.config)
+    uri = checkpoints.write_gguf(tmp_path / "m.gguf", loaded.config, stored, metadata=metadata)
+    with pytest.raises(errors.ConfigError, match="m.gguf: ") as caught:
+        model.load_model(uri)
+    assert named in str(caught.value)
 
 
 def test_stop_tokens_of_a_model_with_turns(tmp_path, made, tensors):

@@ -13,7 +13,7 @@ import pytest
 
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import model
-from kvgraft_jax.gemma.weights import layout, random_init
+from kvgraft_jax.gemma.weights import layout, memory, random_init
 from tests import checkpoints
 
 
@@ -56,7 +56,7 @@ def test_bits_do_not_depend_on_the_program_around_them(made):
     words = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
 
     def scaled_sum(low, high):
-        array = random_init._uniform(low, high, step, parameter.shape, np.dtype(np.float32))
+        array = random_init._uniform(low, high, np.int32(0), step, parameter.shape, np.dtype(np.float32))
         return array, (array * array).sum()
 
     inside, _ = jax.jit(scaled_sum)(*words)
@@ -90,6 +90,78 @@ def test_cuts(made):
     assert big.query_scale == 168**-0.5
 
 
+def test_cuts_of_gemma_4():
+    get, cut = model.configurations.get, random_init.cut
+    small = cut(get("gemma-4-31b"), layers=6, heads=8, kv_heads=8, head_dim=32, vocab=97)
+    assert (small.full.head_dim, small.sliding.head_dim, small.full.num_kv_heads) == (64, 32, 2)
+    assert small.full.values_are_keys and small.query_scale == 1.0 and small.full.rotary.fraction == 0.25
+    experts = cut(get("gemma-4-26b-a4b"), hidden=96, experts=4).experts
+    assert (experts.num_experts, experts.top_k, experts.hidden_dim) == (4, 4, 32)
+    assert cut(get("gemma-4-26b-a4b"), experts=12).experts.top_k == 8
+    e2b = cut(get("gemma-4-e2b"), vocab=97, per_layer=8, hidden=96)
+    assert (e2b.per_layer.vocab_size, e2b.per_layer.dim, e2b.shared_hidden_dim) == (97, 8, 192)
+    assert cut(get("gemma-4-12b"), vocab=258_883).suppress_ids == (258_882,)
+    for name in model.configurations.CONFIGURATIONS:
+        assert cut(get(name)) == get(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "shared"),
+    [("e2b", 35, 20), ("e2b", 20, 11), ("e2b", 10, 5), ("e2b", 7, 2), ("e2b", 5, 0), ("e2b", 1, 0), ("e4b", 12, 5)],
+)
+def test_cuts_keep_layers_to_share_with(name, layers, shared):
+    config = random_init.cut(model.configurations.get(f"gemma-4-{name}"), layers=layers)
+    assert config.num_kv_shared_layers == shared
+    assert all(config.layer_kinds[config.kv_layer(layer)] == config.layer_kinds[layer] for layer in range(layers))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma-4-e2b", "gemma-4-26b-a4b"])
+def test_factors_lie_around_what_changes_nothing(name, dtype):
+    loaded = model.load_model(checkpoints.SMALL_URIS[name], dtype)
+    leaves = checkpoints.leaves(loaded.params)
+    for parameter in layout.parameters(loaded.config):
+        array = np.asarray(leaves[parameter.path], np.float64)
+        if parameter.is_scale:
+            assert array.min() >= 0.75 and array.max() <= 1.25, parameter.path
+            assert array.size < 60 or abs(array.mean() - 1) < 0.1
+        else:
+            width = parameter.stored_shape[-1] if parameter.matrices else parameter.shape[-1]
+            assert abs(array.std() / width**-0.5 - 1) < 0.25, parameter.path
+
+
+def test_one_recipe_gives_one_model():
+    uris = [checkpoints.SMALL_URIS["gemma-4-31b"].replace("31b", size) for size in ("31b", "12b")]
+    assert len({model.load_model(uri).digest for uri in uris}) == 1
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded():
+    with pytest.raises(errors.ResourceError) as caught:
+        model.load_model("random:gemma-3-270m?vocab=2000000000")
+    needed = 2 * (2_000_000_000 * 640 + 268_098_176 - 262_144 * 640)
+    assert str(needed) in str(caught.value) and "bytes" in str(caught.value) and "free" in str(caught.value)
+    assert 0 < memory.available(jax.local_devices()[0]) < needed
+
+
+def test_the_limit_of_a_control_group_counts(tmp_path):
+    inner = tmp_path / "outer" / "inner"
+    old = tmp_path / "memory" / "box"
+    for directory, names in ((inner, ("memory.max", "memory.current")), (inner.parent, ("memory.max",))):
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names, ("5000", "1500"), strict=False):
+            (directory / name).write_text(value + "\n")
+    (inner / "memory.stat").write_text("anon 1200\ninactive_file 300\n")
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("900\n")
+    (old / "memory.usage_in_bytes").write_text("1000\n")
+    groups = tmp_path / "cgroup"
+    groups.write_text("4:memory:/box\n3:cpuset:/box\n0::/outer/inner\n")
+    assert memory.group_rooms(groups, tmp_path) == [-100, 3800]
+    (inner / "memory.max").write_text("max\n")
+    assert memory.group_rooms(groups, tmp_path) == [-100]
+    assert memory.group_rooms(tmp_path / "none", tmp_path) == []
+
+
 @pytest.mark.parametrize(
     "uri",
     [
@@ -110,6 +182,10 @@ def test_cuts(made):
         "random:gemma-3-270m?seed=\u0663",
         "random:gemma-3-270m?heads=4&kv_heads=3",
         "random:gemma-3-270m?head_dim=7",
+        "random:gemma-3-270m?experts=4",
+        "random:gemma-4-31b?per_layer=8",
+        "random:gemma-4-e2b?per_layer=0",
+        "random:gemma-4-26b-a4b?experts=0",
     ],
 )
 def test_uris_that_are_refused(uri):

@@ -198,6 +198,7 @@ def test_stop_tokens_of_generation_config(tmp_path, made, tensors):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 106]}))
     uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), tensors)
     assert model.load_model(uri).config.stop_ids == (1, 106)
+    assert model.load_model(uri).config.suppress_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -205,9 +206,9 @@ def test_stop_tokens_of_generation_config(tmp_path, made, tensors):
     [
         ({"model_type": "gemma2"}, "'gemma2'"),
         ({"model_type": "gemma3", "text_config": None}, "text_config"),
-        ({"attn_logit_softcapping": 50.0, "num_experts": 8}, "num_experts = 8; attn_logit_softcapping = 50.0"),
-        ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ({"attn_logit_softcapping": 50.0, "num_experts": 8}, "num_experts = 8; attn_logit_softcapping: got 50.0"),
+        ({"hidden_activation": "silu"}, "hidden_activation: got 'silu'"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings: got False"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
@@ -218,6 +219,8 @@ def test_stop_tokens_of_generation_config(tmp_path, made, tensors):
         ({"layer_types": ["chunked_attention"] * 26}, "layer_types"),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
         ({"hidden_size": "640"}, "hidden_size"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: got 0.0, wanted a number above 0"),
+        ({"rope_theta": 1.0, "vocab_size": None}, "rotary base: got 1.0"),
         ({"head_dim": True}, "head_dim"),
         ({"sliding_window": None}, "sliding_window"),
         ({"eos_token_id": ["1"]}, "eos_token_id"),
@@ -227,6 +230,85 @@ def test_configurations_that_would_give_other_numbers(change, named):
     with pytest.raises(errors.ConfigError) as caught:
         huggingface_config.parse_config({"model_type": "gemma3_text"} | change, "x")
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gemma4_vision"}, "'gemma4_vision'"),
+        ({"model_type": "gemma4", "text_config": [1]}, "text_config: got [1]"),
+        ({"model_type": "gemma4", "text_config": {"model_type": "gemma3_text"}}, "'gemma3_text'"),
+        ({"model_type": "gemma4", "text_config": {}, "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: got 'all'"),
+        ({"query_pre_attn_scalar": 256}, "unknown key query_pre_attn_scalar = 256"),
+        ({"attention_k_eq_v": 1}, "attention_k_eq_v: got 1"),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": "2"}, "num_global_key_value_heads: got '2'"),
+        ({"final_logit_softcapping": "30"}, "final_logit_softcapping: got '30'"),
+        ({"num_kv_shared_layers": 30}, "num_kv_shared_layers: got 30, wanted 0 to 29"),
+        ({"enable_moe_block": True}, "missing num_experts; missing top_k_experts; missing moe_intermediate_size"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts: got 5, wanted 1 to 4"),
+        ({"per_layer_config": {"05": {"head_dim": 512}}}, "full layers differ among themselves"),
+        ({"per_layer_config": {"05": {"head_dim": 512}, "5": {}}}, "per_layer_config: got {'5': {}}"),
+        ({"per_layer_config": {"30": {"head_dim": 512}}}, "per_layer_config: got {'30'"),
+        ({"per_layer_config": {"5": {"sliding_window": 4}}}, "sliding_window"),
+        ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}, "new_field": 1}, "new_field = 1; rotary"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention: got type 'yarn'"),
+        ({"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+            "rotary fraction: got 2.0",
+        ),
+        ({"model_type": "gemma4_unified_text", "enable_moe_block": True}, "enable_moe_block: got True"),
+        ({"model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 256}, "per_layer_input: got 256"),
+    ],
+)
+def test_gemma_4_configurations_that_would_give_other_numbers(change, named):
+    with pytest.raises(errors.ConfigError) as caught:
+        huggingface_config.parse_config({"model_type": "gemma4_text"} | change, "x")
+    assert named in str(caught.value)
+
+
+def test_missing_keys_mean_class_defaults_of_gemma_4():
+    config = huggingface_config.parse_config({"model_type": "gemma4", "text_config": {}}, "x")
+    assert (config.vocab_size, config.embed_dim, config.hidden_dim, config.num_layers) == (262_144, 2304, 9216, 30)
+    assert (config.num_heads, config.sliding.num_kv_heads, config.full.num_kv_heads) == (8, 4, 4)
+    assert (config.sliding.head_dim, config.full.head_dim, config.sliding.window) == (256, 512, 512)
+    assert (config.max_positions, config.final_softcap, config.experts) == (131_072, None, None)
+    assert (config.per_layer.vocab_size, config.per_layer.dim, config.full.values_are_keys) == (262_144, 256, False)
+    assert (config.full.rotary.base, config.full.rotary.fraction, config.sliding.rotary.base) == (1e6, 0.25, 1e4)
+    unified = huggingface_config.parse_config({"model_type": "gemma4_unified", "text_config": {}}, "x")
+    assert (unified.per_layer, unified.sliding.window, unified.max_positions) == (None, 1024, 262_144)
+
+
+def test_global_heads_count_only_where_values_are_keys():
+    document = {"model_type": "gemma4_text", "num_global_key_value_heads": 2}
+    assert huggingface_config.parse_config(document, "x").full.num_kv_heads == 4
+    tied = huggingface_config.parse_config(document | {"attention_k_eq_v": True}, "x")
+    assert tied.full.num_kv_heads == 2 and tied.full.values_are_keys and not tied.sliding.values_are_keys
+
+
+def test_the_last_layer_of_gemma_4_is_full():
+    document = {"model_type": "gemma4_text", "num_hidden_layers": 8}
+    names = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 2
+    for layer_types in (None, names):
+        config = huggingface_config.parse_config(document | {"layer_types": layer_types}, "x")
+        assert [layer for layer, kind in enumerate(config.layer_kinds) if kind == "full"] == [5, 7]
+
+
+def test_rotary_factor_of_gemma_4():
+    rope = {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "factor": 2.0}
+    document = {"model_type": "gemma4_text", "rope_parameters": {"full_attention": rope}}
+    rotary = huggingface_config.parse_config(document, "x").full.rotary
+    assert (rotary.base, rotary.scale, rotary.fraction) == (1e5, 2.0, 0.5)
+
+
+def test_special_tokens_of_generation_config_of_gemma_4():
+    generation = {"eos_token_id": [1, 106, 50], "suppress_tokens": [258_883, 258_882], "top_k": 64}
+    config = huggingface_config.parse_config({"model_type": "gemma4_text", "eos_token_id": 1}, "x", generation)
+    assert (config.stop_ids, config.suppress_ids) == ((1, 106, 50), (258_883, 258_882))
+    with pytest.raises(errors.ConfigError, match="suppress_tokens"):
+        huggingface_config.parse_config({"model_type": "gemma4_text"}, "x", {"suppress_tokens": ["a"]})
 
 
 def test_the_loaded_arrays_do_not_follow_the_file(tmp_path, made, tensors):

@@ -158,6 +158,7 @@ def _check_rotary_divisors(header: gguf_header.Header, config: config_lib.GemmaC
         found = _read_rows(header.path, tensor, 0, 1)[0]
         if np.array_equal(found, wanted):
             return
+        found = np.array2string(found, threshold=8)
     raise errors.WeightsError(
         f"{header.path}: {_ROTARY_DIVISORS}: got {found}, wanted {rotating} times 1, then {pairs - rotating} times 1e30"
     )
