@@ -137,20 +137,14 @@ def gemma4_saved_again(config: config_lib.GemmaConfig) -> dict:
 
 def unused(config: config_lib.GemmaConfig) -> dict[str, np.ndarray]:
     """The keys and values of layers that share, as some exports hold them."""
-    return {name: np.ones(shape, BF16) for name, shape in layout.unused_shapes(config).items()}
-
-
-def old_config(config: config_lib.GemmaConfig) -> dict:
-    """The same with the keys of the first release, inside the wrapper of a multimodal model."""
-    text = new_config(config)
-    del text["layer_types"], text["rope_parameters"], text["eos_token_id"]
-    text |= {
-        "rope_theta": config.full.rotary.base,
-        "rope_local_base_freq": config.sliding.rotary.base,
-        "rope_scaling": {"factor": config.full.rotary.scale, "rope_type": "linear"},
-        "sliding_window_pattern": 6,
-    }
-    return {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}, "eos_token_id": [1]}
+    found = {}
+    for layer in range(config.num_kv_layers, config.num_layers):
+        heads, width = config.attention(layer).num_kv_heads, config.attention(layer).head_dim
+        found[f"layers.{layer}.self_attn.k_norm.weight"] = np.ones(width, BF16)
+        for side in "kv":
+            shape = (heads * width, config.embed_dim)
+            found[f"layers.{layer}.self_attn.{side}_proj.weight"] = np.ones(shape, BF16)
+    return found
 
 
 def write_safetensors(
