@@ -147,6 +147,19 @@ def unused(config: config_lib.GemmaConfig) -> dict[str, np.ndarray]:
     return found
 
 
+def old_config(config: config_lib.GemmaConfig) -> dict:
+    """The same with the keys of the first release, inside the wrapper of a multimodal model."""
+    text = new_config(config)
+    del text["layer_types"], text["rope_parameters"], text["eos_token_id"]
+    text |= {
+        "rope_theta": config.full.rotary.base,
+        "rope_local_base_freq": config.sliding.rotary.base,
+        "rope_scaling": {"factor": config.full.rotary.scale, "rope_type": "linear"},
+        "sliding_window_pattern": 6,
+    }
+    return {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}, "eos_token_id": [1]}
+
+
 def write_safetensors(
     directory: pathlib.Path,
     config_json: dict,
