@@ -138,7 +138,7 @@ def test_digests(turns, plain, tiny):
     assert len({turns.template_digest, plain.template_digest}) == 2
     assert turns.template_digest == chat_lib.Chat(tiny, "gemma3").template_digest
     with pytest.raises(errors.ConfigError, match="chat style"):
-        chat_lib.Chat(tiny, "gemma4")
+        chat_lib.Chat(tiny, "gemma5")
 
 
 def test_digest_follows_the_template(turns, monkeypatch):
@@ -168,7 +168,7 @@ def test_models_get_the_style_of_their_template(tmp_path):
     settings.write_text(json.dumps({"chat_template": "{{ bos_token }}<start_of_turn>"}))
     assert model.load_model(uri).chat.style == "gemma3"
     settings.write_text(json.dumps({"chat_template": "[INST]"}))
-    with pytest.raises(errors.TokenizerError, match="wanted that of Gemma 3"):
+    with pytest.raises(errors.TokenizerError, match="wanted that of Gemma 3 or Gemma 4"):
         model.load_model(uri)
     settings.write_text("{}")
     (tmp_path / "hf" / "chat_template.jinja").write_text("<start_of_turn>")

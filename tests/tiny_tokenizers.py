@@ -11,7 +11,8 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-CONTROLS = ("<mask>", "<start_of_turn>", "<end_of_turn>")
+GEMMA4_CONTROLS = ("<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool_response>", '<|"|>')
+CONTROLS = ("<mask>", "<start_of_turn>", "<end_of_turn>", *GEMMA4_CONTROLS)
 _RUNS = ("\n", "\n\n", "\u2581\u2581", "\u2581\u2581\u2581", "<b>")
 _TEXT = "the code of the depot is four; a user asks and the model answers. Hello hello world, what where when\n"
 
@@ -87,7 +88,8 @@ def tokenizer_json() -> bytes:
     library.normalizer = normalizers.Replace(" ", "\u2581")
     library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     library.add_special_tokens([tokenizers.AddedToken(p, normalized=False) for p in pieces[:7]])
-    library.add_tokens([tokenizers.AddedToken(p, normalized=False) for p in ("<unused0>", "\n\n")])
+    plain = (*GEMMA4_CONTROLS, "<unused0>", "\n\n")
+    library.add_tokens([tokenizers.AddedToken(p, normalized=False) for p in plain])
     library.post_processor = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     document = json.loads(library.to_str())
     document["truncation"] = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}

@@ -1,19 +1,63 @@
-"""Prompts: Gemma 3's turn template or plain text, and the cut of a prompt into a reusable prefix and its suffix."""
+"""Prompts: Gemma 3's and 4's turn templates or plain text, and the cut of a prompt into reusable prefix and suffix."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
+import re
 from typing import NamedTuple
 
 from kvgraft_jax import digest, errors
 from kvgraft_jax.gemma import tokenizer as tokenizer_lib
 
 GEMMA3 = "gemma3"
+GEMMA4 = "gemma4"
+GEMMA4_EMPTY_THOUGHT = "gemma4-empty-thought"
 PLAIN = "plain"
 
-_BOS, _START, _END = "<bos>", "<start_of_turn>", "<end_of_turn>"
+_BOS = "<bos>"
 _BLANK_LINE = "\n\n"
+_THINK, _CHANNEL, _CHANNEL_END = "<|think|>", "<|channel>", "<channel|>"
+_TOOL_RESPONSE = "<|tool_response>"
+_THOUGHT = re.compile(r"<\|channel>.*?(?:<channel\|>|\Z)|<channel\|>", re.DOTALL)
+
+
+class _Control(str):
+    """A part of a prompt that is one control token; any other part is text, whatever it spells."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """How a style writes turns.
+
+    Attributes:
+      start, end: around each turn.
+      has_system_turn: system text is a turn of its own, else it stands in front of the first user text.
+      can_think: the system turn may ask for thoughts, and thoughts of earlier turns are taken out.
+      has_empty_thought: without thinking, the model's turn begins with a thought that is already closed.
+      stops: further pieces at which the model gives the turn back.
+    """
+
+    start: str
+    end: str
+    has_system_turn: bool = False
+    can_think: bool = False
+    has_empty_thought: bool = False
+    stops: tuple[str, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """Every control piece that the style needs."""
+        return (self.start, self.end, *((_THINK, _CHANNEL, _CHANNEL_END) if self.can_think else ()), *self.stops)
+
+
+_GEMMA4_TURNS = _Turns("<|turn>", "<turn|>", has_system_turn=True, can_think=True, stops=(_TOOL_RESPONSE,))
+_STYLES = {
+    PLAIN: None,
+    GEMMA3: _Turns("<start_of_turn>", "<end_of_turn>"),
+    GEMMA4: _GEMMA4_TURNS,
+    GEMMA4_EMPTY_THOUGHT: dataclasses.replace(_GEMMA4_TURNS, has_empty_thought=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,72 +85,88 @@ class Chat:
     """How messages become a prompt.
 
     "gemma3" writes `<bos>`, then per turn `<start_of_turn>role`, a new line, the trimmed text, `<end_of_turn>` and a
-    new line, then opens the model's turn; system text and a blank line stand in front of the first user text. "plain",
-    for models without turns, writes `<bos>` and the text of one user message as it is.
+    new line, then opens the model's turn; system text and a blank line stand in front of the first user text.
+
+    "gemma4" (E2B, E4B) does so with `<|turn>` and `<turn|>`, but system text is a turn of its own, which begins with
+    `<|think|>` and a new line when the model is to think; thoughts (`<|channel>` to `<channel|>`) are taken out of the
+    model's earlier turns. "gemma4-empty-thought" (12B, 26B-A4B, 31B) also puts an empty thought at the start of the
+    model's turn when it is not to think.
+
+    "plain", for models without turns, writes `<bos>` and the text of one user message as it is.
 
     Text never becomes a control token, whatever it spells.
 
     Attributes:
       tokenizer: of the model.
-      style: "gemma3" or "plain".
+      style: one of the names above.
     """
 
     tokenizer: tokenizer_lib.Tokenizer
     style: str
 
     def __post_init__(self):
-        if self.style not in (GEMMA3, PLAIN):
-            raise errors.ConfigError(f"chat style: got {self.style!r}, wanted {GEMMA3!r} or {PLAIN!r}")
-        if self.style == GEMMA3:
-            for piece in (_BOS, _START, _END):
+        if self.style not in _STYLES:
+            raise errors.ConfigError(f"chat style: got {self.style!r}, wanted one of {', '.join(map(repr, _STYLES))}")
+        if self._style is not None:
+            for piece in (_BOS, *self._style.pieces):
                 self.tokenizer.control_id(piece)
 
     @property
     def template_digest(self) -> str:
         """SHA-256 (hex) of the prompt that this template makes of placeholders."""
         shape = [Message("user", "{1}")]
-        if self.style == GEMMA3:
+        if self._style is not None:
             shape = [Message("system", "{0}"), *shape, Message("model", "{2}"), Message("user", "{3}")]
-        return digest.json_digest({"style": self.style, "prompt": self.render(shape)})
+        document = {"style": self.style, "prompt": self.render(shape)}
+        if self._style is not None and self._style.can_think:
+            shape[2] = Message("model", f"{_CHANNEL}{{4}}{_CHANNEL_END}{{2}}")
+            document["thinking"] = self.render(shape, thinking=True)
+        return digest.json_digest(document)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens with which the model ends its turn, or hands it over to a tool; the end of text is the first."""
+        ends = () if self._style is None else (self._style.end, *self._style.stops)
+        return (self.tokenizer.eos_id, *(self.tokenizer.control_id(piece) for piece in ends))
+
+    def render(self, messages: Sequence[Message], *, thinking: bool = False) -> str:
         """The prompt as text, ready for the model's answer.
 
         Only for reading: control pieces that a message spells look like real ones here. `encode` tells them apart.
 
         Raises:
-          InputError: no message, roles that do not alternate from user to user, or a role that the style does not have.
+          InputError: no message, roles that do not alternate from user to user, a role that the style does not have,
+            or thinking where the style has none.
         """
-        turns = self._turns(messages)
-        if self.style == PLAIN:
-            return _BOS + turns[0].content
-        closed = "".join(f"{_START}{turn.role}\n{turn.content}{_END}\n" for turn in turns)
-        return f"{_BOS}{closed}{_START}model\n"
+        return "".join(self._prompt(messages, thinking))
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt as token ids, with `<bos>` once, at position 0; the same errors as `render`."""
-        turns = self._turns(messages)
-        if self.style == PLAIN:
-            return self.tokenizer.encode(turns[0].content, bos=True)
-        ids = [self.tokenizer.bos_id]
-        for turn in turns:
-            ids += self._open(turn.role, turn.content) + self._close()
-        return ids + self._open("model", "")
+    def encode(self, messages: Sequence[Message], *, thinking: bool = False) -> list[int]:
+        """The prompt as token ids, with `<bos>` once, at position 0.
 
-    def prefix(self, context: str) -> list[int]:
+        Args:
+          messages: an optional system message, then user and model by turns, user first and last.
+          thinking: whether the model is to think before it answers.
+
+        Raises:
+          InputError: as `render`.
+        """
+        return self._ids(self._prompt(messages, thinking))
+
+    def prefix(self, context: str, *, thinking: bool = False) -> list[int]:
         """Ids of the part of a prompt that `context`, at the start of the user's text, decides alone.
 
         White space at the end of `context` is left to what follows: tokens begin with the space before a word.
 
         Raises:
-          InputError: a context without text.
+          InputError: a context without text, or thinking where the style has none.
         """
-        context = self._trimmed(context)
-        if self.style == PLAIN:
-            return self.tokenizer.encode(context, bos=True)
-        return [self.tokenizer.bos_id, *self._open("user", context)]
+        trimmed = context.rstrip() if self._style is None else context.strip()
+        if not trimmed:
+            raise errors.InputError("context: got no text, wanted some to put in front of the question")
+        parts = self._begin("", thinking)
+        return self._ids([*parts, trimmed] if self._style is None else [*parts, *self._open("user", trimmed)])
 
-    def split(self, context: str, question: str) -> Split:
+    def split(self, context: str, question: str, *, thinking: bool = False) -> Split:
         """Cuts the prompt of one user message `context + question` into `prefix(context)` and the rest.
 
         Exact: the two lists joined equal `encode([Message("user", context + question)])`, or an error is raised.
@@ -114,45 +174,88 @@ class Chat:
         Args:
           context: what will be deposited; not empty.
           question: what follows it, with the space or line break between the two.
+          thinking: as in `encode`.
 
         Raises:
-          InputError: a context without text.
+          InputError: a context without text, or thinking where the style has none.
           SeamError: the tokenizer merges the end of the context with the start of the question.
         """
-        prefix_ids = self.prefix(context)
-        whole = self.encode([Message("user", context + question)])
+        prefix_ids = self.prefix(context, thinking=thinking)
+        whole = self.encode([Message("user", context + question)], thinking=thinking)
         return Split(prefix_ids, self.tokenizer.after_prefix(prefix_ids, whole))
 
-    def _trimmed(self, context: str) -> str:
-        context = context.rstrip() if self.style == PLAIN else context.strip()
-        if not context:
-            raise errors.InputError("context: got no text, wanted some to put in front of the question")
-        return context
+    def reply(self, token_ids: Sequence[int]) -> Message:
+        """The model's message in the tokens that it generated, its thoughts left out."""
+        kept = list(token_ids)
+        if self._style is not None and self._style.can_think:
+            opens, closes = (self.tokenizer.control_id(piece) for piece in (_CHANNEL, _CHANNEL_END))
+            while opens in kept:
+                first = kept.index(opens)
+                last = kept.index(closes, first) if closes in kept[first:] else len(kept) - 1
+                del kept[first : last + 1]
+        return Message("model", self.tokenizer.decode(kept).strip())
 
-    def _open(self, role: str, content: str) -> list[int]:
-        return [self.tokenizer.control_id(_START), *self.tokenizer.encode(f"{role}\n{content}")]
+    @property
+    def _style(self) -> _Turns | None:
+        return _STYLES[self.style]
 
-    def _close(self) -> list[int]:
-        return [self.tokenizer.control_id(_END), *self.tokenizer.encode("\n")]
+    def _ids(self, parts: Sequence[str]) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            is_control = isinstance(part, _Control)
+            ids += [self.tokenizer.control_id(part)] if is_control else self.tokenizer.encode(part)
+        return ids
 
-    def _turns(self, messages: Sequence[Message]) -> list[Message]:
-        """User and model turns, alternating, as they stand in the prompt."""
-        if self.style == PLAIN:
+    def _prompt(self, messages: Sequence[Message], thinking: bool) -> list[str]:
+        """The prompt in parts: control pieces, and the text between two of them."""
+        system, turns = self._turns(messages)
+        parts = self._begin(system, thinking)
+        if self._style is None:
+            return [*parts, turns[0].content]
+        for turn in turns:
+            parts += [*self._open(turn.role, turn.content), *self._close()]
+        parts += self._open("model", "")
+        if self._style.has_empty_thought and not thinking:
+            parts += [_Control(_CHANNEL), "thought\n", _Control(_CHANNEL_END)]
+        return parts
+
+    def _begin(self, system: str, thinking: bool) -> list[str]:
+        """Begin of text, and the system turn where there is one."""
+        if thinking and not (self._style is not None and self._style.can_think):
+            raise errors.InputError(f"thinking: got True, but prompts of style {self.style!r} cannot ask for it")
+        parts: list[str] = [_Control(_BOS)]
+        if thinking:
+            return [*parts, *self._open("system", ""), _Control(_THINK), f"\n{system}", *self._close()]
+        return [*parts, *self._open("system", system), *self._close()] if system else parts
+
+    def _open(self, role: str, content: str) -> list[str]:
+        return [_Control(self._style.start), f"{role}\n{content}"]
+
+    def _close(self) -> list[str]:
+        return [_Control(self._style.end), "\n"]
+
+    def _turns(self, messages: Sequence[Message]) -> tuple[str, list[Message]]:
+        """Text of the system turn, and user and model turns, alternating, as they stand in the prompt."""
+        if self._style is None:
             if [message.role for message in messages] != ["user"]:
                 raise errors.InputError(
                     f"messages: got roles {[message.role for message in messages]}, wanted one user message: "
                     "this model has no chat template"
                 )
-            return list(messages)
+            return "", list(messages)
         turns = [dataclasses.replace(m, role="model") if m.role == "assistant" else m for m in messages]
-        system = ""
-        if turns and turns[0].role == "system":
-            system = turns.pop(0).content + _BLANK_LINE
+        system = turns.pop(0).content if turns and turns[0].role == "system" else None
         roles = [turn.role for turn in turns]
         if not roles or roles != ["user", "model"] * (len(roles) // 2) + ["user"]:
             raise errors.InputError(
                 f"messages: got roles {[message.role for message in messages]}, wanted an optional system message, "
                 "then user and model by turns, user first and last"
             )
-        turns = [Message(turn.role, turn.content.strip()) for turn in turns]
-        return [Message("user", system + turns[0].content), *turns[1:]]
+        turns = [Message(turn.role, self._trimmed(turn)) for turn in turns]
+        if system is None or self._style.has_system_turn:
+            return (system or "").strip(), turns
+        return "", [Message("user", system + _BLANK_LINE + turns[0].content), *turns[1:]]
+
+    def _trimmed(self, turn: Message) -> str:
+        is_old_thought = self._style.can_think and turn.role == "model"
+        return (_THOUGHT.sub("", turn.content) if is_old_thought else turn.content).strip()

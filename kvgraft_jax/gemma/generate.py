@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import operator
 
 import jax
@@ -176,6 +177,8 @@ def decode(
 ) -> Decoded:
     """Greedy decoding: the token of the largest logit (the lowest id on a tie), one step of the same program each.
 
+    Tokens that the model suppresses are never chosen; the logits given out are the model's own all the same.
+
     Args:
       runner: programs and parameters.
       cache: donated; the caller must own it.
@@ -188,9 +191,10 @@ def decode(
     Returns:
       New tokens, cache, and the logits after the last.
     """
+    suppress_ids = runner.programs.config.model.suppress_ids
     token_ids: list[int] = []
     while len(token_ids) < max_new_tokens:
-        token_id = int(_argmax(logits_V))
+        token_id = int(_argmax(logits_V, suppress_ids))
         if token_id in stop_ids:
             break
         result = run(runner, cache, (token_id,), start + len(token_ids))
@@ -201,6 +205,8 @@ def decode(
     return Decoded(tuple(token_ids), cache, logits_V)
 
 
-@jax.jit
-def _argmax(logits_V: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="suppress_ids")
+def _argmax(logits_V: jax.Array, suppress_ids: tuple[int, ...]) -> jax.Array:
+    if suppress_ids:
+        logits_V = logits_V.at[np.array(suppress_ids)].set(-jnp.inf)
     return jnp.argmax(logits_V)

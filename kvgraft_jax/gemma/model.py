@@ -105,7 +105,7 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
         source = gguf_file.open_file(str(package.find_file(rest)) if scheme == "package" else rest)
         tokenizer = tokenizer_lib.from_gguf(source.header.metadata, source.origin)
         template = str(source.header.metadata.get("tokenizer.chat_template", ""))
-    chat = None if tokenizer is None else chat_lib.Chat(tokenizer, _style(template, source.origin))
+    chat = None if tokenizer is None else chat_lib.Chat(tokenizer, _style(template, source.config, source.origin))
     weights = assemble.assemble(source, as_dtype)
     return Model(source.config, weights.params, tokenizer, chat, weights.digest, dtype, uri)
 
@@ -148,9 +148,13 @@ def _directory_template(directory: pathlib.Path) -> str:
     return ""
 
 
-def _style(template: str, origin: str) -> str:
+def _style(template: str, config: config_lib.GemmaConfig, origin: str) -> str:
     if not template:
         return chat_lib.PLAIN
-    if "<start_of_turn>" not in template:
-        raise errors.TokenizerError(f"{origin}: has a chat template without <start_of_turn>; wanted that of Gemma 3")
-    return chat_lib.GEMMA3
+    if "<|turn>" in template:  # Gemma 4; the sizes with per-layer embeddings go without the empty thought.
+        return chat_lib.GEMMA4_EMPTY_THOUGHT if config.per_layer is None else chat_lib.GEMMA4
+    if "<start_of_turn>" in template:
+        return chat_lib.GEMMA3
+    raise errors.TokenizerError(
+        f"{origin}: has a chat template without <start_of_turn> or <|turn>; wanted that of Gemma 3 or Gemma 4"
+    )

@@ -15,7 +15,11 @@ _BPE = 2
 
 # Names that Gemma's files mark as control in one format and as user-defined text in another.
 CONTROL_NAME = re.compile(
-    r"<(?:pad|eos|bos|mask|start_of_turn|end_of_turn|start_of_image|end_of_image|image_soft_token|unused\d+)>"
+    r"<(?:pad|eos|bos|mask|start_of_turn|end_of_turn|start_of_image|end_of_image|image_soft_token|unused\d+"
+    # Gemma 4: the bar is at the side of the brackets that opens or closes; the string quote and the rest have both.
+    r"|\|(?:turn|tool|tool_call|tool_response|channel|image|audio)"
+    r"|(?:turn|tool|tool_call|tool_response|channel|image|audio)\|"
+    r"|\|(?:think|image|audio|video|\")\|)>"
 )
 _USER_DEFINED_CONTROL = re.compile(
     rb"(\x0a.(?:" + CONTROL_NAME.pattern.encode() + rb")\x15.{4}\x18)" + bytes([USER_DEFINED]), re.DOTALL

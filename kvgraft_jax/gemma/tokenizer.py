@@ -95,7 +95,7 @@ class Tokenizer:
         """Id of the control piece spelled `piece`; `TokenizerError` where the vocabulary has none."""
         if piece not in self.controls:
             raise errors.TokenizerError(
-                f"control piece {piece!r}: not in this vocabulary; wanted that of a Gemma 3 model"
+                f"control piece {piece!r}: not in this vocabulary; wanted that of the model whose template needs it"
             )
         return self.controls[piece]
 
