@@ -33,8 +33,13 @@ def test_float32_is_close_to_reference(name):
         np.testing.assert_allclose(states[index] / largest, wanted / largest, rtol=0, atol=tolerance, err_msg=index)
 
 
-@pytest.mark.parametrize(("width", "kv_block"), [(1, 8), (8, 16), (24, 256)])
-@pytest.mark.parametrize("name", TINY + WIDE)
+SHAPES = {  # Width and K/V block; one lane takes another path through XLA, which the engine never takes.
+    **dict.fromkeys(TINY, ((1, 8), (8, 16), (24, 256))),
+    **dict.fromkeys(WIDE, ((2, 32), (8, 16), (24, 256))),
+}
+
+
+@pytest.mark.parametrize(("name", "width", "kv_block"), [(name, *shape) for name in SHAPES for shape in SHAPES[name]])
 def test_bfloat16_is_bit_identical_to_reference(name, width, kv_block):
     case = golden_cases.load(name)
     program = golden_cases.shared_program(case.config, "bfloat16", width, kv_block)
