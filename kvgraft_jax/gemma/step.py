@@ -133,7 +133,6 @@ def programs(config: StepConfig) -> Programs:
     return Programs(config)
 
 
-@jax.jit
 def copy_cache(cache: cache_lib.Cache) -> cache_lib.Cache:
     """A cache with buffers of its own, so that a step may be given (and destroy) it while the original lives on."""
     return jax.tree.map(jnp.copy, cache)

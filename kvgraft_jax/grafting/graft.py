@@ -93,28 +93,25 @@ def plan_graft(
     return not differences
 
 
-def apply_graft(artifact: artifact_lib.Artifact, cache: cache_lib.Cache, kv_block: int) -> cache_lib.Cache:
-    """The cache (donated) with the artifact's rows at their own positions.
+def apply_graft(artifact: artifact_lib.Artifact, num_slots: int) -> cache_lib.Cache:
+    """A fresh cache that holds the artifact's rows at their own positions.
 
     Exact: bit-exact copy of every row.
     """
-    layers = list(cache.layers)
+    layers: dict[int, cache_lib.LayerCache] = {}
     for stack in artifact.stacks:
-        chosen = tuple(layers[index] for index in stack.layers)
-        grafted = rows.write_rows(chosen, stack.kv_Lx2xSxKxH, stack.start, kv_block)
-        for index, layer in zip(stack.layers, grafted, strict=True):
-            layers[index] = layer
-    return cache_lib.Cache(tuple(layers))
+        placed = rows.placed_rows(stack.kv_Lx2xSxKxH, stack.start, num_slots)
+        layers.update(zip(stack.layers, placed, strict=True))
+    return cache_lib.Cache(tuple(layers[index] for index in sorted(layers)))
 
 
 def graft(
     artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, capacity: int, *, exact: bool
 ) -> state_lib.State:
     """The state that the artifact was captured from, in a fresh context; `exact` is what `plan_graft` returned."""
-    cache = cache_lib.make_cache(config.model, capacity + config.width, config.jnp_dtype)
     sliding_starts = [stack.start for stack in artifact.stacks if stack.kind == config_lib.SLIDING]
     return state_lib.State(
-        cache=apply_graft(artifact, cache, config.kv_block),
+        cache=apply_graft(artifact, capacity + config.width),
         token_ids=artifact.token_ids,
         logits=jnp.array(artifact.logits_V),
         step_config=config,
