@@ -33,6 +33,7 @@ from matplotlib import pyplot  # noqa: E402
 RECIPIENT = "--recipient"
 
 _JOB, _STORE, _LOGITS, _ANSWER = "job.json", "store", "logits.npy", "answer.json"
+_HASHED = ("logits", "kv", "decode")
 _MAX_PIECES = 6
 
 
@@ -276,15 +277,14 @@ def _row(number: int, sample: Sample, artifact_id: str, fresh: Hashes, grafted: 
 
 
 def _figures(rows: Sequence[dict]) -> dict:
-    def equal(what: str) -> int:
-        return sum(row[f"fresh_{what}_sha256"] == row[f"grafted_{what}_sha256"] for row in rows)
-
+    equal = {
+        f"{what}_sha256_equal": sum(row[f"fresh_{what}_sha256"] == row[f"grafted_{what}_sha256"] for row in rows)
+        for what in _HASHED
+    }
     kl_nats = [row["kl_nats"] for row in rows]
     return {
         "samples": len(rows),
-        "logits_sha256_equal": equal("logits"),
-        "kv_sha256_equal": equal("kv"),
-        "decode_sha256_equal": equal("decode"),
+        **equal,
         "kl_nats_max": None if None in kl_nats else max(kl_nats),
         "argmax_agree": sum(row["argmax_agree"] for row in rows),
         "tokens_mean": round(sum(row["tokens"] for row in rows) / len(rows), 1),
@@ -301,8 +301,12 @@ def _plot(rows: Sequence[dict], window: int | None, kv_block: int, path: pathlib
         axes.axvline(block, color="0.9", linewidth=1, zorder=0)
     if window:
         axes.axvline(window, color="0.5", linestyle="--", label=f"sliding window {window}", zorder=0)
+
+    def is_equal(row: dict) -> bool:
+        return all(row[f"fresh_{what}_sha256"] == row[f"grafted_{what}_sha256"] for what in _HASHED)
+
     for label, colour, wanted in (("equal in every bit", "tab:blue", True), ("DIFFERENT", "tab:red", False)):
-        chosen = [row for row in rows if (row["fresh_decode_sha256"] == row["grafted_decode_sha256"]) == wanted]
+        chosen = [row for row in rows if is_equal(row) == wanted]
         if chosen:
             cuts, lengths = [row["cut"] for row in chosen], [row["tokens"] for row in chosen]
             axes.scatter(cuts, lengths, s=16, color=colour, label=label)

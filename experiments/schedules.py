@@ -127,7 +127,10 @@ def draw(number: int, seed: int, num_tokens: int, width: int, capacities: Sequen
         piece = 1 if rng.random() < 0.1 else int(rng.integers(1, longest_piece + 1))
         places.append(min(num_tokens - singles, places[-1] + piece))
     places += range(num_tokens - singles + 1, num_tokens + 1)
-    grafts = sorted(rng.integers(1, num_tokens + 1, int(rng.integers(0, _MAX_GRAFTS + 1))).tolist())
+    late = (
+        1.0 - rng.random(int(rng.integers(0, _MAX_GRAFTS + 1))) ** 2
+    )  # More often where the window leaves rows behind.
+    grafts = sorted(np.ceil(late * num_tokens).astype(int).tolist())
     legs = []
     for low, high in zip([0, *grafts], [*grafts, num_tokens], strict=True):
         inner = [place for place in places if low < place < high]
