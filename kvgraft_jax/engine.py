@@ -12,7 +12,7 @@ import functools
 import jax
 import numpy as np
 
-from kvgraft_jax import determinism, errors
+from kvgraft_jax import determinism, errors, host_memory
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import generate, rotary
@@ -27,6 +27,8 @@ determinism.configure()
 
 DEFAULT_WIDTH = 16
 DEFAULT_KV_BLOCK = 128
+
+_TRIM_STEPS = 16  # After so many steps a trim, some 20 ms, is small beside the run.
 
 
 class Engine:
@@ -64,6 +66,7 @@ class Engine:
         self.model = model
         self.capacity = -(-capacity // kv_block) * kv_block
         tables = rotary.make_tables(model.config, self.capacity + width, self.step_config.jnp_dtype)
+        self._has_compiled = False
         self.runner = generate.Runner(step_lib.programs(self.step_config), model.params, tables)
 
     @functools.cached_property
@@ -100,7 +103,12 @@ class Engine:
         """
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(0, len(planned), self.capacity, "new")
-        return self._read(self._fresh_cache(), None, planned, progress=progress)
+        state = self._read(self._fresh_cache(), None, planned, progress=progress)
+        if not self._has_compiled or len(planned) > _TRIM_STEPS * self.step_config.width:
+            self._has_compiled = True
+            state.logits.block_until_ready()
+            host_memory.trim()
+        return state
 
     def extend(self, state: state_lib.State, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
         """The context that has read `token_ids` after those of `state`, which stays as it is."""

@@ -24,7 +24,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 MAX_LINES = 399
 # A room imports only rooms before it. The package itself comes last: its public names are lazy.
-ROOMS = ("errors", "notation", "digest", "determinism", "pin", "gemma", "grafting", "engine")
+ROOMS = ("errors", "notation", "digest", "determinism", "host_memory", "pin", "gemma", "grafting", "engine")
 PROJECT = ("kvgraft_jax", "configs", "experiments", "tests")
 MACHINE_PATHS = tuple("/" + start for start in ("work/", "root/", "home/", "tmp/bash"))
 INSTALLED_TOGETHER = ("requirements.txt", "requirements-dev.txt", "requirements-weights.txt")

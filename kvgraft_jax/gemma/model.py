@@ -9,7 +9,7 @@ from urllib import parse
 import jax.numpy as jnp
 import numpy as np
 
-from kvgraft_jax import errors
+from kvgraft_jax import errors, host_memory
 from kvgraft_jax.gemma import chat as chat_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
@@ -81,6 +81,7 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
         template = str(source.header.metadata.get("tokenizer.chat_template", ""))
     chat = None if tokenizer is None else chat_lib.Chat(tokenizer, _style(template, source.origin))
     weights = assemble.assemble(source, as_dtype)
+    host_memory.trim()
     return Model(source.config, weights.params, tokenizer, chat, weights.digest, dtype, uri)
 
 
