@@ -6,6 +6,7 @@ variable XLA_FLAGS; XLA reads it once, when the first backend starts, so afterwa
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -38,8 +39,7 @@ def configure() -> None:
       DeterminismError: a flag is set to another value, or a backend already runs without the flags; the message
         holds the exact line to export.
     """
-    present = os.environ.get("XLA_FLAGS", "").split()
-    values = dict(flag.partition("=")[::2] for flag in present)
+    values = _flags()
     missing = []
     for flag in required_flags():
         name, _, value = flag.partition("=")
@@ -49,14 +49,14 @@ def configure() -> None:
             raise errors.DeterminismError(
                 f"XLA_FLAGS has {name}={values[name]}, but bit-exact K/V grafts need {flag}.\n{_export_line(values)}"
             )
-    if not missing:
-        return
-    if _backends_started():
+    if missing and _backends_started():
         raise errors.DeterminismError(
             f"jax started its backend before kvgraft_jax could set {' '.join(missing)}.\n"
             f"Import kvgraft_jax's engine first, or start Python with\n{_export_line(values)}"
         )
-    os.environ["XLA_FLAGS"] = " ".join(present + missing)
+    if missing:
+        os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *missing])
+    _flags_when_configured()
 
 
 def assert_in_force() -> None:
@@ -77,18 +77,25 @@ def assert_in_force() -> None:
 
     found = np.asarray(jax.jit(rounds_twice)(jnp.asarray([0.3, 0.7, 1.1, 1.9], jnp.bfloat16)))
     if (found.view(np.uint32) & 0xFFFF).any():  # more bits than a bfloat16 has
-        values = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
         raise errors.DeterminismError(
             "the running XLA backend skips bfloat16 roundings, so it started before the flags were set.\n"
-            f"Start Python with\n{_export_line(values)}"
+            f"Start Python with\n{_export_line(_flags())}"
         )
 
 
 def flags_in_force() -> list[str]:
-    """The flags of XLA_FLAGS that can change a result, sorted; the last of a repeated flag counts, as in XLA."""
-    values = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
-    kept = {name: value for name, value in values.items() if not name.startswith(_INERT_PREFIXES)}
-    return sorted(f"{name}={value}" if value else name for name, value in kept.items())
+    """The flags of XLA_FLAGS that can change a result, sorted; the last of a repeated flag counts, as in XLA.
+
+    Raises:
+      DeterminismError: the variable changed after `configure()`, so it may not say what the backend runs with.
+    """
+    then, now = _flags_when_configured(), _deciding(_flags())
+    if then != now:
+        raise errors.DeterminismError(
+            f"XLA_FLAGS changed after kvgraft_jax's engine was imported, from {' '.join(then)!r} to {' '.join(now)!r}; "
+            "set flags before the import, since the backend reads them once"
+        )
+    return list(now)
 
 
 def environment() -> dict[str, Any]:
@@ -129,6 +136,21 @@ def cpu_description() -> dict[str, Any]:
         "model": " ".join(part for part in model if part),
         "instructions": sorted(feature for feature in features if any(part in feature for part in _CPU_FEATURES)),
     }
+
+
+def _flags() -> dict[str, str]:
+    return dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
+
+
+def _deciding(values: dict[str, str]) -> tuple[str, ...]:
+    kept = {name: value for name, value in values.items() if not name.startswith(_INERT_PREFIXES)}
+    return tuple(sorted(f"{name}={value}" if value else name for name, value in kept.items()))
+
+
+@functools.cache
+def _flags_when_configured() -> tuple[str, ...]:
+    """The deciding flags at the first call, which `configure()` makes."""
+    return _deciding(_flags())
 
 
 def _export_line(values: dict[str, str]) -> str:

@@ -22,6 +22,7 @@ from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import capture as capture_lib
 from kvgraft_jax.grafting import graft as graft_lib
+from kvgraft_jax.grafting import manifest
 
 determinism.configure()
 
@@ -49,7 +50,9 @@ class Engine:
         width: int = DEFAULT_WIDTH,
         kv_block: int = DEFAULT_KV_BLOCK,
     ):
-        """Args:
+        """Makes the tables; programs are compiled by the first call that needs them.
+
+        Args:
           model: the model.
           capacity: tokens that a context shall hold; rounded up to whole K/V blocks.
           width: W, lanes of the step. Wider steps read prompts faster and decode slower. Part of the pin.
@@ -59,6 +62,9 @@ class Engine:
           ConfigError: sizes that make no sense.
           DeterminismError: XLA does not run in the exact configuration.
         """
+        for name, size in (("capacity", capacity), ("width", width), ("kv_block", kv_block)):
+            if type(size) is not int:
+                raise errors.ConfigError(f"{name}: got {size!r} of type {type(size).__name__}, wanted an int")
         if capacity < 1 or capacity > 1 << 22:
             raise errors.ConfigError(f"capacity: got {capacity}, wanted 1 to {1 << 22} tokens")
         self.step_config = step_lib.StepConfig(model.config, model.dtype, width, kv_block)
@@ -84,7 +90,7 @@ class Engine:
                 "width": config.width,
                 "kv_block": config.kv_block,
                 "head_lanes": config.head_lanes,
-                "rotary_rule": "reference",
+                "rotary_rule": rotary.ENGINE_RULE,
                 "program": self.runner.programs.fingerprint,
                 **determinism.environment(),
             }
@@ -111,7 +117,12 @@ class Engine:
         return state
 
     def extend(self, state: state_lib.State, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
-        """The context that has read `token_ids` after those of `state`, which stays as it is."""
+        """The context that has read `token_ids` after those of `state`, which stays as it is.
+
+        Raises:
+          InputError: empty, an id outside the vocabulary, or a state of another engine.
+          CapacityError: more tokens than slots; before any compute.
+        """
         self._check_state(state)
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(state.length, len(planned), self.capacity, "new")
@@ -158,7 +169,13 @@ class Engine:
         return list(decoded.token_ids), after
 
     def score(self, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:
-        """Next-token logits at every position of a fresh context: float32 [T, V], 4 V bytes a token, on the host."""
+        """Next-token logits at every position of a fresh context: float32 [T, V], 4 V bytes a token, on the host.
+
+        Exact: row t is bit-equal to the logits after a prefill of tokens 0..t.
+
+        Raises:
+          InputError, CapacityError: as `prefill`.
+        """
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(0, len(planned), self.capacity, "new")
         return generate.score(self.runner, self._fresh_cache(), planned, progress=progress)
@@ -168,7 +185,7 @@ class Engine:
         state: state_lib.State,
         *,
         provenance: Mapping[str, str | int] | None = None,
-        policy: str = capture_lib.VISIBLE,
+        policy: str = manifest.VISIBLE,
     ) -> artifact_lib.Artifact:
         """The artifact of a state, on the host.
 
@@ -178,7 +195,8 @@ class Engine:
           policy: "visible" keeps the rows that a next token can see, "full" every row.
 
         Raises:
-          CaptureError: a row or logit is NaN.
+          CaptureError: a row or logit is NaN, or the state descends from an inexact graft.
+          ConfigError: unknown policy.
           WindowError: "full" of a state whose older sliding rows were never restored.
           InputError: provenance that is not flat.
         """

@@ -54,18 +54,29 @@ def test_x64_is_refused():
     assert "jax_enable_x64" in run(code + "determinism.configure(); determinism.assert_in_force()").stderr
 
 
-def test_flags_in_force_are_sorted_and_without_paths(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/a --xla_b=1 {FLAG} --xla_b=2 --xla_a")
-    assert determinism.flags_in_force() == ["--xla_a", FLAG, "--xla_b=2"]
+def test_flags_in_force_are_sorted_and_without_paths():
+    code = "from kvgraft_jax import determinism as d; d.configure(); print(*d.flags_in_force())"
+    flags = f"--xla_dump_to=/a --xla_b=1 {FLAG} --xla_b=2 --xla_a"
+    extra = determinism.required_flags()[1:]
+    assert run(code, flags).stdout.split() == sorted(["--xla_a", FLAG, "--xla_b=2", *extra])
 
 
-def test_the_environment_names_cpu_only_where_it_decides(monkeypatch):
+def test_flags_changed_after_the_import_are_refused():
+    """The backend has read them already, so a pin with the new ones would not be true."""
+    code = (
+        "import os; from kvgraft_jax import determinism as d; d.configure(); import jax; jax.devices()\n"
+        f"os.environ['XLA_FLAGS'] += ' {determinism.PORTABLE_CPU_FLAG}'; d.configure(); d.environment()"
+    )
+    assert "XLA_FLAGS changed after" in run(code).stderr
+
+
+@pytest.mark.skipif(determinism.environment()["platform"] != "cpu", reason="needs jax on the CPU")
+def test_the_environment_names_the_cpu_unless_its_kernels_are_portable():
     found = determinism.environment()
-    assert found["platform"] and found["jax"] and found["jaxlib"] and FLAG in found["xla_flags"]
-    if found["platform"] == "cpu":
-        assert found["cpu"]["architecture"]
-        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " " + determinism.PORTABLE_CPU_FLAG)
-        assert determinism.environment()["cpu"] is None
+    assert found["jax"] and found["jaxlib"] and FLAG in found["xla_flags"] and found["device_kind"]
+    assert found["cpu"]["architecture"] and found["cpu"]["model"] and found["cpu"]["instructions"]
+    code = "from kvgraft_jax import determinism as d; d.configure(); print(d.environment()['cpu'])"
+    assert run(code, determinism.PORTABLE_CPU_FLAG).stdout.strip() == "None"
 
 
 def test_assertion_passes_here():

@@ -14,8 +14,10 @@ import pytest
 
 from kvgraft_jax import determinism, errors
 from kvgraft_jax import engine as engine_lib
+from kvgraft_jax.gemma import attention, rotary
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.gemma.weights import assemble
 from kvgraft_jax.grafting import storage
 from tests import tiny
@@ -102,6 +104,35 @@ def test_software_and_device_are_named(field, artifact, monkeypatch):
     with pytest.raises(errors.PinMismatch) as caught:
         build().graft(artifact)
     assert caught.value.fields == (field,)
+
+
+def test_another_rotary_rule_is_named(artifact, monkeypatch):
+    monkeypatch.setattr(rotary, "ENGINE_RULE", rotary.CORRECT)
+    with pytest.raises(errors.PinMismatch) as caught:
+        build().graft(artifact)
+    assert caught.value.fields == ("rotary_rule",)
+
+
+def test_another_cpu_is_named(artifact, monkeypatch):
+    cpu = {**determinism.cpu_description(), "instructions": ["avx2"]}
+    monkeypatch.setattr(determinism, "cpu_description", lambda: cpu)
+    with pytest.raises(errors.PinMismatch) as caught:
+        build().graft(artifact)
+    assert caught.value.fields == ("cpu.instructions",)
+
+
+def test_a_changed_program_has_another_fingerprint(monkeypatch):
+    config = tiny.engine().step_config
+    before = step_lib.Programs(config).fingerprint
+    assert step_lib.Programs(config).fingerprint == before
+    monkeypatch.setattr(attention, "MASKED", -2e30)
+    after = step_lib.Programs(config).fingerprint
+    assert after["step"] != before["step"] and after["head"] == before["head"]
+
+
+def test_limits_and_special_tokens_are_not_part_of_the_pin(artifact):
+    engine = build(with_config(max_positions=7, stop_ids=(5,), pad_id=3, name="another"))
+    assert engine.pin.id == artifact.pin.id
 
 
 def run(code: str, *arguments: str, cwd: pathlib.Path = ROOT, flags: str | None = None) -> str:

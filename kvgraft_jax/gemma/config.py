@@ -14,6 +14,9 @@ from kvgraft_jax import errors
 SLIDING = "sliding"
 FULL = "full"
 
+# Fields that decide which tokens a person feeds or keeps, never a number that the model computes.
+_NO_NUMBERS = ("name", "max_positions", "pad_id", "bos_id", "stop_ids")
+
 
 @dataclasses.dataclass(frozen=True)
 class RotaryConfig:
@@ -57,6 +60,21 @@ class AttentionConfig:
             raise errors.ConfigError(f"num_kv_heads: got {self.num_kv_heads}, wanted 1 or more")
         if self.window is not None and self.window < 2:
             raise errors.ConfigError(f"window: got {self.window}, wanted 2 or more, or None")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """The layers of one attention kind.
+
+    Attributes:
+      name: SLIDING or FULL.
+      attention: what they have in common.
+      layers: numbers of those that own keys and values, rising.
+    """
+
+    name: str
+    attention: AttentionConfig
+    layers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +134,23 @@ class GemmaConfig:
         """L."""
         return len(self.layer_kinds)
 
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The attention kinds of which there are layers, sliding before full."""
+        found = []
+        for name, attention in ((SLIDING, self.sliding), (FULL, self.full)):
+            layers = tuple(layer for layer in range(self.num_layers) if self.layer_kinds[layer] == name)
+            if layers:
+                found.append(LayerKind(name, attention, layers))
+        return tuple(found)
+
     def attention(self, layer: int) -> AttentionConfig:
         """The attention kind of layer `layer`."""
         return self.sliding if self.layer_kinds[layer] == SLIDING else self.full
 
     def document(self) -> dict[str, Any]:
-        """The configuration as plain JSON data, without its name: what decides the numbers."""
-        document = dataclasses.asdict(self)
-        del document["name"]
-        return document
+        """What decides the model's numbers, as plain JSON data: everything but name, limits and special tokens."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _NO_NUMBERS}
 
 
 def repeating_kinds(num_layers: int, period: int = 6) -> tuple[str, ...]:

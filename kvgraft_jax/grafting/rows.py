@@ -9,14 +9,8 @@ from jax import lax
 import numpy as np
 
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import config as config_lib
 
 LayerCaches = tuple[cache_lib.LayerCache, ...]
-
-
-def layers_of_kind(config: config_lib.GemmaConfig, kind: str) -> tuple[int, ...]:
-    """Numbers of the layers of one attention kind that own keys and values."""
-    return tuple(index for index, layer_kind in enumerate(config.layer_kinds) if layer_kind == kind)
 
 
 @functools.partial(jax.jit, static_argnames="kv_block")
