@@ -32,13 +32,25 @@ def parse_canonical_json(raw: bytes) -> Any:
       ValueError: `raw` is not JSON, names a key twice, or is another spelling of its document.
     """
     try:
-        document = json.loads(raw.decode("ascii"), object_pairs_hook=_unique)
+        document = parse_json(raw)
         canonical = canonical_json(document)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if canonical != raw:
         raise ValueError("not in canonical form")
     return document
+
+
+def parse_json(raw: bytes) -> Any:
+    """The JSON document in `raw`, in any spelling.
+
+    Raises:
+      ValueError: `raw` is not JSON, is nested too deep, or an object in it names a key twice.
+    """
+    try:
+        return json.loads(raw, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def bytes_digest(raw: bytes | memoryview) -> str:
@@ -85,7 +97,8 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) != len(pairs):
-        raise ValueError(f"a key stands twice among {[key for key, _ in pairs]}")
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"repeated keys, which stand twice or more: {sorted({k for k in keys if keys.count(k) > 1})}")
     return document
 
 

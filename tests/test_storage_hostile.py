@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -13,21 +12,7 @@ from kvgraft_jax.grafting import container, storage
 from kvgraft_jax.grafting import manifest as manifest_lib
 from tests import entries
 
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """A directory with one entry, for tests that copy it before they damage it."""
-    directory = tmp_path_factory.mktemp("stored")
-    storage.save_artifact(entries.make_artifact(), directory)
-    return directory
-
-
-@pytest.fixture
-def entry(stored, tmp_path):
-    """The path of an entry that a test may damage."""
-    artifact_id = entries.make_artifact().artifact_id
-    shutil.copytree(stored / artifact_id, tmp_path / artifact_id)
-    return tmp_path / artifact_id
+stored, entry = entries.stored, entries.entry
 
 
 def test_a_flipped_bit_under_a_new_seal_names_array_and_leaf(tmp_path):
@@ -191,6 +176,19 @@ def test_a_key_that_stands_twice_is_refused(name, entry):
     if name != container.SEAL:
         entries.reseal(entry)
     entries.assert_refused(entry, "twice")
+
+
+def test_what_orbax_notes_is_read_as_strictly(entry):
+    path = entry / "arrays" / "state" / "logits" / ".zarray"
+    raw = path.read_bytes()
+    for bad, reason in (
+        (raw.replace(b"{", b'{"order": "C", ', 1), "twice"),
+        (raw + b" " * (1 << 16), "larger than"),
+        (b"[" * 50_000, "nested"),
+    ):
+        path.write_bytes(bad)
+        entries.reseal(entry)
+        entries.assert_refused(entry, reason)
 
 
 def test_huge_json_files_are_refused_unread(entry):
