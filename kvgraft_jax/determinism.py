@@ -49,6 +49,12 @@ def configure() -> None:
             raise errors.DeterminismError(
                 f"XLA_FLAGS has {name}={values[name]}, but bit-exact K/V grafts need {flag}.\n{_export_line(values)}"
             )
+    is_first = _flags_when_configured.cache_info().currsize == 0
+    if is_first and _backends_started() and _changed_since_start():
+        raise errors.DeterminismError(
+            "XLA_FLAGS was changed in this process and a backend of jax runs already, so nobody can tell which flags "
+            f"it read. Import kvgraft_jax's engine first, or start Python with\n{_export_line(values)}"
+        )
     if missing and _backends_started():
         raise errors.DeterminismError(
             f"jax started its backend before kvgraft_jax could set {' '.join(missing)}.\n"
@@ -59,8 +65,29 @@ def configure() -> None:
     _flags_when_configured()
 
 
+# Options of jax that change what is compiled: name, and the only value under which the pin is true.
+_JAX_OPTIONS = (
+    ("jax_enable_x64", False),
+    ("jax_disable_jit", False),
+    ("jax_disable_most_optimizations", False),
+)
+
+
+def check_options() -> None:
+    """Raises `DeterminismError` if an option of jax is set that changes compiled programs; microseconds."""
+    import jax
+
+    values = jax.config.values
+    for name, wanted in _JAX_OPTIONS:
+        if values.get(name, wanted) != wanted:
+            raise errors.DeterminismError(
+                f"{name}: got {values[name]}, wanted {wanted}: it changes the compiled programs and so the bits; "
+                f"call jax.config.update({name!r}, {wanted}) before using the engine"
+            )
+
+
 def assert_in_force() -> None:
-    """Raises `DeterminismError` unless the running backend keeps every bf16 rounding and 64-bit mode is off.
+    """Raises `DeterminismError` unless the running backend keeps every bf16 rounding and jax's options are in order.
 
     The environment variable only says what was asked for; this compiles a small program whose result tells
     whether XLA elides roundings to bfloat16.
@@ -69,8 +96,7 @@ def assert_in_force() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    if jax.config.jax_enable_x64:
-        raise errors.DeterminismError("jax_enable_x64 is on; got True, wanted False: the engine's dtypes are 32-bit")
+    check_options()
 
     def rounds_twice(x: jax.Array) -> jax.Array:
         return (jnp.tanh(x.astype(jnp.float32)).astype(x.dtype) * x).astype(jnp.float32)
@@ -98,15 +124,17 @@ def flags_in_force() -> list[str]:
     return list(now)
 
 
-def environment() -> dict[str, Any]:
+def environment(device: Any) -> dict[str, Any]:
     """What the pin records of the machine and its software, as plain JSON data.
+
+    Args:
+      device: the jax device that computes.
 
     The CPU is recorded (model and instruction-set extensions) only where its kernels decide the bits: on the CPU
     backend, unless the portable flag switches machine-dependent kernels off.
     """
     import jax
 
-    device = jax.devices()[0]
     flags = flags_in_force()
     cpu = cpu_description() if device.platform == "cpu" and PORTABLE_CPU_FLAG not in flags else None
     return {
@@ -160,6 +188,16 @@ def _export_line(values: dict[str, str]) -> str:
 
 def _spellings(value: str) -> tuple[str, ...]:
     return {"true": ("true", "1", ""), "false": ("false", "0")}.get(value, (value,))
+
+
+def _changed_since_start() -> bool:
+    """Whether XLA_FLAGS differs from what this process was started with; False where the system does not tell."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            given = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0"))
+    except OSError:
+        return False
+    return given.get(b"XLA_FLAGS", b"").decode(errors="replace") != os.environ.get("XLA_FLAGS", "")
 
 
 def _backends_started() -> bool:

@@ -21,8 +21,21 @@ LEAF_BYTES = 1 << 20
 
 
 def canonical_json(document: Any) -> bytes:
-    """The one byte string of a JSON document: sorted keys, no spaces, ASCII; NaN and infinities are refused."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    """The one byte string of a JSON document: sorted keys, no spaces, UTF-8.
+
+    Raises:
+      ValueError: NaN, an infinity, or a lone surrogate.
+    """
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be encoded: a lone surrogate cannot, and two of them would look like one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_canonical_json(raw: bytes) -> Any:
@@ -114,4 +127,5 @@ def _map(function, items: list) -> Iterator:
 
 @functools.cache
 def _pool() -> futures.ThreadPoolExecutor:
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
     return futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="sha256")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 
+import flax
 import jax
 import numpy as np
 
@@ -67,17 +68,24 @@ class Engine:
                 raise errors.ConfigError(f"{name}: got {size!r} of type {type(size).__name__}, wanted an int")
         if capacity < 1 or capacity > 1 << 22:
             raise errors.ConfigError(f"capacity: got {capacity}, wanted 1 to {1 << 22} tokens")
-        self.step_config = step_lib.StepConfig(model.config, model.dtype, width, kv_block)
+        if not isinstance(model, model_lib.Model):
+            raise errors.InputError(f"model: got a {type(model).__name__}, wanted what load_model returns")
+        config = step_lib.StepConfig(model.config, model.dtype, width, kv_block)
         determinism.assert_in_force()
-        self.model = model
-        self.capacity = -(-capacity // kv_block) * kv_block
-        tables = rotary.make_tables(model.config, self.capacity + width, self.step_config.jnp_dtype)
-        self._has_compiled = False
-        self.runner = generate.Runner(step_lib.programs(self.step_config), model.params, tables)
+        capacity = -(-capacity // kv_block) * kv_block
+        tables = rotary.make_tables(model.config, capacity + width, config.jnp_dtype)
+        # A plain dict of dicts is the tree that jit takes apart fastest; nobody else holds this one.
+        runner = generate.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
+        vars(self).update(model=model, capacity=capacity, step_config=config, runner=runner, _has_compiled=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: an engine does not change; make another Engine")
 
     @functools.cached_property
     def pin(self) -> pin_lib.Pin:
         """The document of everything that decides the bits; equal for every engine of equal settings."""
+        determinism.check_options()
+        (device,) = jax.tree.leaves(self.model.params)[0].devices()
         config, tokenizer, chat = self.step_config, self.model.tokenizer, self.model.chat
         return pin_lib.Pin(
             {
@@ -92,7 +100,7 @@ class Engine:
                 "head_lanes": config.head_lanes,
                 "rotary_rule": rotary.ENGINE_RULE,
                 "program": self.runner.programs.fingerprint,
-                **determinism.environment(),
+                **determinism.environment(device),
             }
         )
 
@@ -107,11 +115,12 @@ class Engine:
           InputError: empty, or an id outside the vocabulary.
           CapacityError: more tokens than slots; before any compute.
         """
+        determinism.check_options()
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(0, len(planned), self.capacity, "new")
         state = self._read(self._fresh_cache(), None, planned, progress=progress)
         if not self._has_compiled or len(planned) > _TRIM_STEPS * self.step_config.width:
-            self._has_compiled = True
+            vars(self)["_has_compiled"] = True
             state.logits.block_until_ready()
             host_memory.trim()
         return state
@@ -150,18 +159,21 @@ class Engine:
         Raises:
           CapacityError: `max_new_tokens` do not fit; before any compute.
         """
-        if max_new_tokens < 0:
-            raise errors.InputError(f"max_new_tokens: got {max_new_tokens}, wanted 0 or more")
+        if type(max_new_tokens) is not int or max_new_tokens < 0:
+            raise errors.InputError(f"max_new_tokens: got {max_new_tokens!r}, wanted an int, 0 or more")
         self._check_state(state)
         generate.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
-        stops = frozenset(self.model.config.stop_ids if stop_ids is None else stop_ids)
+        if stop_ids is None:
+            stop_ids = self.model.config.stop_ids
+        elif stop_ids:
+            stop_ids = generate.plan_tokens(stop_ids, self.model.config.vocab_size)
         decoded = generate.decode(
             self.runner,
             step_lib.copy_cache(state.cache),
             state.logits,
             state.length,
             max_new_tokens=max_new_tokens,
-            stop_ids=stops,
+            stop_ids=frozenset(stop_ids),
             on_token=on_token,
         )
         token_ids = state.token_ids + decoded.token_ids
@@ -176,6 +188,7 @@ class Engine:
         Raises:
           InputError, CapacityError: as `prefill`.
         """
+        determinism.check_options()
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(0, len(planned), self.capacity, "new")
         return generate.score(self.runner, self._fresh_cache(), planned, progress=progress)
@@ -221,12 +234,18 @@ class Engine:
           InputError: a position other than the artifact's own.
           CapacityError, IntegrityError, WindowError: see `grafting.graft.plan_graft`.
         """
+        determinism.check_options()
         exact = graft_lib.plan_graft(
             artifact, self.pin, self.step_config, self.capacity, position=position, allow_inexact=allow_inexact
         )
         return graft_lib.graft(artifact, self.step_config, self.model.digest, self.capacity, exact=exact)
 
     def _check_state(self, state: state_lib.State) -> None:
+        determinism.check_options()
+        if not isinstance(state, state_lib.State):
+            raise errors.InputError(
+                f"state: got a {type(state).__name__}, wanted what prefill, extend or graft returns"
+            )
         ours = (self.step_config, self.model.digest, self.capacity)
         theirs = (state.step_config, state.weights, state.capacity)
         for name, our, their in zip(("step_config", "weights", "capacity"), ours, theirs, strict=True):

@@ -229,3 +229,16 @@ def test_broken_orbax_files_are_a_typed_error_or_harmless(name, raw, entry):
         assert storage.load_artifact(entry.parent, entry.name) == entries.make_artifact()
     except errors.IntegrityError as error:
         assert error.artifact == entry.name
+
+
+@pytest.mark.parametrize("name", ["arrays/state/logits/0", "arrays/extra"])
+def test_a_terabyte_is_refused_before_it_is_hashed(name, entry, monkeypatch):
+    """A hole in a file costs its maker nothing; hashing it would cost the reader hours."""
+    with open(entry / name, "ab") as file:
+        file.truncate(1 << 40)
+    path = entry / container.SEAL
+    document = json.loads(path.read_bytes())
+    document["files"][name] = {"bytes": 1 << 40, "sha256": "0" * 64}
+    path.write_bytes(digest.canonical_json(document))
+    monkeypatch.setattr(digest, "file_digest", lambda path: pytest.fail(f"{path} was hashed"))
+    entries.assert_refused(entry, "bytes")

@@ -27,6 +27,7 @@ _MAX_MANIFEST_BYTES = 1 << 24
 _ARRAYS = "arrays"
 _STATE = "state"
 _ZARRAY = ".zarray"
+_MAX_NOTE_BYTES = 1 << 20
 _MAX_ZARRAY_BYTES = 1 << 16
 _ORBAX = threading.Lock()  # A save waits for signals under the number of the latest save or load in the process.
 _OTHER_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -145,12 +146,18 @@ def _read(entry: pathlib.Path, artifact_id: str) -> artifact_lib.Artifact:
 
     Whatever is wrong with it is an `IntegrityError`; what keeps it from being read says nothing about it.
     """
-    try:
-        sizes = container.verify(entry, artifact_id)
+    manifests: list[manifest_lib.Manifest] = []
+
+    def check_sizes(sizes: dict[str, int]) -> None:
+        """The manifest proves itself by the id that follows from it; the other files must have the sizes it implies."""
         if not sizes.get(_MANIFEST, 0) <= _MAX_MANIFEST_BYTES:
             raise errors.IntegrityError(artifact_id, _MANIFEST, f"larger than {_MAX_MANIFEST_BYTES} bytes")
-        manifest = manifest_lib.read((entry / _MANIFEST).read_bytes(), artifact_id)
-        _check_layout(entry, manifest, sizes)
+        manifests.append(manifest_lib.read((entry / _MANIFEST).read_bytes(), artifact_id))
+        _check_layout(entry, manifests[0], sizes)
+
+    try:
+        container.verify(entry, artifact_id, check_sizes)
+        (manifest,) = manifests
         return _artifact(manifest, _load_arrays(entry / _ARRAYS, manifest))
     except (errors.IntegrityError, MemoryError):
         raise
@@ -187,6 +194,10 @@ def _check_layout(entry: pathlib.Path, manifest: manifest_lib.Manifest, sizes: d
             raise errors.IntegrityError(
                 manifest.artifact_id, name, f"{stored} bytes on disk, wanted {array.nbytes} for shape {array.shape}"
             )
+    of_arrays = tuple(f"{_ARRAYS}/{_STATE}/{name}/" for name in manifest.arrays)
+    for path, size in sizes.items():
+        if path != _MANIFEST and not path.startswith(of_arrays) and size > _MAX_NOTE_BYTES:
+            raise errors.IntegrityError(manifest.artifact_id, path, f"{size} bytes, wanted at most {_MAX_NOTE_BYTES}")
 
 
 def _load_arrays(path: pathlib.Path, manifest: manifest_lib.Manifest) -> dict[str, np.ndarray]:
