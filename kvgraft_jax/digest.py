@@ -21,8 +21,21 @@ LEAF_BYTES = 1 << 20
 
 
 def canonical_json(document: Any) -> bytes:
-    """The one byte string of a JSON document: sorted keys, no spaces, ASCII; NaN and infinities are refused."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    """The one byte string of a JSON document: sorted keys, no spaces, UTF-8.
+
+    Raises:
+      ValueError: NaN, an infinity, or a lone surrogate.
+    """
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be encoded: a lone surrogate cannot, and two of them would look like one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_canonical_json(raw: bytes) -> Any:
@@ -32,13 +45,25 @@ def parse_canonical_json(raw: bytes) -> Any:
       ValueError: `raw` is not JSON, names a key twice, or is another spelling of its document.
     """
     try:
-        document = json.loads(raw.decode("ascii"), object_pairs_hook=_unique)
+        document = parse_json(raw)
         canonical = canonical_json(document)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if canonical != raw:
         raise ValueError("not in canonical form")
     return document
+
+
+def parse_json(raw: bytes) -> Any:
+    """The JSON document in `raw`, in any spelling.
+
+    Raises:
+      ValueError: `raw` is not JSON, is nested too deep, or an object in it names a key twice.
+    """
+    try:
+        return json.loads(raw, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def bytes_digest(raw: bytes | memoryview) -> str:
@@ -85,7 +110,8 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) != len(pairs):
-        raise ValueError(f"a key stands twice among {[key for key, _ in pairs]}")
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"repeated keys, which stand twice or more: {sorted({k for k in keys if keys.count(k) > 1})}")
     return document
 
 
@@ -101,4 +127,5 @@ def _map(function, items: list) -> Iterator:
 
 @functools.cache
 def _pool() -> futures.ThreadPoolExecutor:
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
     return futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="sha256")

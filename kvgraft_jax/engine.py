@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 
+import flax
 import jax
 import numpy as np
 
-from kvgraft_jax import determinism, errors
+from kvgraft_jax import determinism, errors, host_memory
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import generate, rotary
@@ -22,11 +23,14 @@ from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import capture as capture_lib
 from kvgraft_jax.grafting import graft as graft_lib
+from kvgraft_jax.grafting import manifest
 
 determinism.configure()
 
 DEFAULT_WIDTH = 16
 DEFAULT_KV_BLOCK = 128
+
+_TRIM_STEPS = 16  # After so many steps a trim, some 20 ms, is small beside the run.
 
 
 class Engine:
@@ -47,7 +51,9 @@ class Engine:
         width: int = DEFAULT_WIDTH,
         kv_block: int = DEFAULT_KV_BLOCK,
     ):
-        """Args:
+        """Makes the tables; programs are compiled by the first call that needs them.
+
+        Args:
           model: the model.
           capacity: tokens that a context shall hold; rounded up to whole K/V blocks.
           width: W, lanes of the step. Wider steps read prompts faster and decode slower. Part of the pin.
@@ -57,18 +63,29 @@ class Engine:
           ConfigError: sizes that make no sense.
           DeterminismError: XLA does not run in the exact configuration.
         """
+        for name, size in (("capacity", capacity), ("width", width), ("kv_block", kv_block)):
+            if type(size) is not int:
+                raise errors.ConfigError(f"{name}: got {size!r} of type {type(size).__name__}, wanted an int")
         if capacity < 1 or capacity > 1 << 22:
             raise errors.ConfigError(f"capacity: got {capacity}, wanted 1 to {1 << 22} tokens")
-        self.step_config = step_lib.StepConfig(model.config, model.dtype, width, kv_block)
+        if not isinstance(model, model_lib.Model):
+            raise errors.InputError(f"model: got a {type(model).__name__}, wanted what load_model returns")
+        config = step_lib.StepConfig(model.config, model.dtype, width, kv_block)
         determinism.assert_in_force()
-        self.model = model
-        self.capacity = -(-capacity // kv_block) * kv_block
-        tables = rotary.make_tables(model.config, self.capacity + width, self.step_config.jnp_dtype)
-        self.runner = generate.Runner(step_lib.programs(self.step_config), model.params, tables)
+        capacity = -(-capacity // kv_block) * kv_block
+        tables = rotary.make_tables(model.config, capacity + width, config.jnp_dtype)
+        # A plain dict of dicts is the tree that jit takes apart fastest; nobody else holds this one.
+        runner = generate.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
+        vars(self).update(model=model, capacity=capacity, step_config=config, runner=runner, _has_compiled=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: an engine does not change; make another Engine")
 
     @functools.cached_property
     def pin(self) -> pin_lib.Pin:
         """The document of everything that decides the bits; equal for every engine of equal settings."""
+        determinism.check_options()
+        (device,) = jax.tree.leaves(self.model.params)[0].devices()
         config, tokenizer, chat = self.step_config, self.model.tokenizer, self.model.chat
         return pin_lib.Pin(
             {
@@ -81,9 +98,9 @@ class Engine:
                 "width": config.width,
                 "kv_block": config.kv_block,
                 "head_lanes": config.head_lanes,
-                "rotary_rule": "reference",
+                "rotary_rule": rotary.ENGINE_RULE,
                 "program": self.runner.programs.fingerprint,
-                **determinism.environment(),
+                **determinism.environment(device),
             }
         )
 
@@ -98,12 +115,23 @@ class Engine:
           InputError: empty, or an id outside the vocabulary.
           CapacityError: more tokens than slots; before any compute.
         """
+        determinism.check_options()
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(0, len(planned), self.capacity, "new")
-        return self._read(self._fresh_cache(), None, planned, progress=progress)
+        state = self._read(self._fresh_cache(), None, planned, progress=progress)
+        if not self._has_compiled or len(planned) > _TRIM_STEPS * self.step_config.width:
+            vars(self)["_has_compiled"] = True
+            state.logits.block_until_ready()
+            host_memory.trim()
+        return state
 
     def extend(self, state: state_lib.State, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
-        """The context that has read `token_ids` after those of `state`, which stays as it is."""
+        """The context that has read `token_ids` after those of `state`, which stays as it is.
+
+        Raises:
+          InputError: empty, an id outside the vocabulary, or a state of another engine.
+          CapacityError: more tokens than slots; before any compute.
+        """
         self._check_state(state)
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(state.length, len(planned), self.capacity, "new")
@@ -131,18 +159,21 @@ class Engine:
         Raises:
           CapacityError: `max_new_tokens` do not fit; before any compute.
         """
-        if max_new_tokens < 0:
-            raise errors.InputError(f"max_new_tokens: got {max_new_tokens}, wanted 0 or more")
+        if type(max_new_tokens) is not int or max_new_tokens < 0:
+            raise errors.InputError(f"max_new_tokens: got {max_new_tokens!r}, wanted an int, 0 or more")
         self._check_state(state)
         generate.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
-        stops = frozenset(self.model.config.stop_ids if stop_ids is None else stop_ids)
+        if stop_ids is None:
+            stop_ids = self.model.config.stop_ids
+        elif stop_ids:
+            stop_ids = generate.plan_tokens(stop_ids, self.model.config.vocab_size)
         decoded = generate.decode(
             self.runner,
             step_lib.copy_cache(state.cache),
             state.logits,
             state.length,
             max_new_tokens=max_new_tokens,
-            stop_ids=stops,
+            stop_ids=frozenset(stop_ids),
             on_token=on_token,
         )
         token_ids = state.token_ids + decoded.token_ids
@@ -150,7 +181,14 @@ class Engine:
         return list(decoded.token_ids), after
 
     def score(self, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:
-        """Next-token logits at every position of a fresh context: float32 [T, V], 4 V bytes a token, on the host."""
+        """Next-token logits at every position of a fresh context: float32 [T, V], 4 V bytes a token, on the host.
+
+        Exact: row t is bit-equal to the logits after a prefill of tokens 0..t.
+
+        Raises:
+          InputError, CapacityError: as `prefill`.
+        """
+        determinism.check_options()
         planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
         generate.plan_capacity(0, len(planned), self.capacity, "new")
         return generate.score(self.runner, self._fresh_cache(), planned, progress=progress)
@@ -160,7 +198,7 @@ class Engine:
         state: state_lib.State,
         *,
         provenance: Mapping[str, str | int] | None = None,
-        policy: str = capture_lib.VISIBLE,
+        policy: str = manifest.VISIBLE,
     ) -> artifact_lib.Artifact:
         """The artifact of a state, on the host.
 
@@ -170,7 +208,8 @@ class Engine:
           policy: "visible" keeps the rows that a next token can see, "full" every row.
 
         Raises:
-          CaptureError: a row or logit is NaN.
+          CaptureError: a row or logit is NaN, or the state descends from an inexact graft.
+          ConfigError: unknown policy.
           WindowError: "full" of a state whose older sliding rows were never restored.
           InputError: provenance that is not flat.
         """
@@ -195,12 +234,18 @@ class Engine:
           InputError: a position other than the artifact's own.
           CapacityError, IntegrityError, WindowError: see `grafting.graft.plan_graft`.
         """
+        determinism.check_options()
         exact = graft_lib.plan_graft(
             artifact, self.pin, self.step_config, self.capacity, position=position, allow_inexact=allow_inexact
         )
         return graft_lib.graft(artifact, self.step_config, self.model.digest, self.capacity, exact=exact)
 
     def _check_state(self, state: state_lib.State) -> None:
+        determinism.check_options()
+        if not isinstance(state, state_lib.State):
+            raise errors.InputError(
+                f"state: got a {type(state).__name__}, wanted what prefill, extend or graft returns"
+            )
         ours = (self.step_config, self.model.digest, self.capacity)
         theirs = (state.step_config, state.weights, state.capacity)
         for name, our, their in zip(("step_config", "weights", "capacity"), ours, theirs, strict=True):

@@ -36,7 +36,7 @@ class WeightsError(KVGraftError):
 
 
 class TokenizerError(KVGraftError):
-    """Tokenizer files that cannot be read, or a text call on a model that was loaded without a tokenizer."""
+    """Tokenizer files or a chat template that cannot be read, or text that cannot be encoded or rendered."""
 
 
 class SeamError(TokenizerError):

@@ -105,16 +105,19 @@ def _text(value: Any) -> str:
 def _plain(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
-            if type(key) is not str:
-                raise errors.ConfigError(f"pin field {name or 'document'}: got the key {key!r}, wanted a string")
+            if type(key) is not str or not digest.is_unicode(key):
+                raise errors.ConfigError(f"pin field {name or 'document'}: got the key {key!r}, wanted Unicode text")
         return {key: _plain(item, _join(name, key)) for key, item in value.items()}
     if type(value) in (list, tuple):
         return [_plain(item, f"{name}[{i}]") for i, item in enumerate(value)]
-    if value is None or type(value) in (str, bool, int) or (type(value) is float and math.isfinite(value)):
+    if value is None or type(value) is bool or (type(value) is float and math.isfinite(value)):
+        return value
+    if (type(value) is str and digest.is_unicode(value)) or (type(value) is int and -(1 << 63) <= value < 1 << 63):
         return value
     raise errors.ConfigError(
-        f"pin field {name}: got {value!r} of type {type(value).__name__}, "
-        "wanted a dictionary, list, string, boolean, integer, finite float or None"
+        f"pin field {name}: got {'an integer beyond 64 bits' if type(value) is int else repr(value)} "
+        f"of type {type(value).__name__}, "
+        "wanted a dictionary, list, Unicode string, boolean, 64-bit integer, finite float or None"
     )
 
 

@@ -10,8 +10,10 @@ import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors import numpy as safetensors_numpy
 
+from experiments.benchmark import export
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import model
 from kvgraft_jax.gemma.weights import gguf_file, layout
@@ -39,45 +41,24 @@ def leaves(params: layout.Params) -> dict[str, jax.Array]:
     return {"/".join(key.key for key in path): leaf for path, leaf in flat}
 
 
-def stored(loaded: model.Model) -> dict[str, np.ndarray]:
-    """The weights of a model under their public names, in their stored shapes."""
-    arrays = leaves(loaded.params)
-    found = {}
-    for parameter in layout.parameters(loaded.config):
-        array = np.asarray(arrays[parameter.path])
-        if parameter.matrices:
-            array = array.reshape(parameter.matrices, parameter.stored_shape[-1], -1).swapaxes(1, 2)
-        found[parameter.name] = np.ascontiguousarray(array.reshape(parameter.stored_shape))
-    return found
+stored = export.tensors
+
+
+@pytest.fixture(scope="module")
+def made() -> model.Model:
+    """A small model, from a seed."""
+    return model.load_model(URI)
+
+
+@pytest.fixture(scope="module")
+def tensors(made: model.Model) -> dict[str, np.ndarray]:
+    """Its weights under their public names."""
+    return export.tensors(made)
 
 
 def new_config(config: config_lib.GemmaConfig) -> dict:
     """config.json with today's keys."""
-    ropes = {"sliding_attention": config.sliding.rotary, "full_attention": config.full.rotary}
-    return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed_dim,
-        "intermediate_size": config.hidden_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.full.num_kv_heads,
-        "head_dim": config.full.head_dim,
-        "query_pre_attn_scalar": round(config.query_scale**-2),
-        "sliding_window": config.sliding.window,
-        "max_position_embeddings": config.max_positions,
-        "layer_types": [f"{kind}_attention" for kind in config.layer_kinds],
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": rope.base}
-            | ({"rope_type": "linear", "factor": rope.scale} if rope.scale != 1 else {})
-            for kind, rope in ropes.items()
-        },
-        "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "eos_token_id": [1],
-    }
+    return export.config_document(config) | {"eos_token_id": [1]}
 
 
 def gemma4_config(config: config_lib.GemmaConfig) -> dict:

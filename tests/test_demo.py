@@ -49,8 +49,45 @@ def test_what_is_no_arithmetic_cannot_be_evaluated(text):
 def test_facts_follow_the_seed():
     facts = demo_knowledge.draw_facts(6, seed=1)
     assert facts == demo_knowledge.draw_facts(6, seed=1) != demo_knowledge.draw_facts(6, seed=2)
-    assert len({fact.depot for fact in facts}) == 6
-    assert all(len(fact.code) == 4 and fact.code in fact.deposit and fact.code not in fact.query for fact in facts)
+    assert len({fact.animal for fact in facts}) == 6
+    for fact in facts:
+        assert len(fact.number) == 4 and fact.number in fact.deposit and fact.number not in fact.query
+
+
+def answers(index: int = 0, **texts: str) -> list[demo.Answers]:
+    """A problem and a fact, answered as wanted, but for `texts` in the one of that index."""
+    found = []
+    for number, right in enumerate(("60", "7634")):
+        given = {"worked": "5040", "direct": "7", "grafted": right, "unrelated": "49"}
+        given |= texts if number == index else {}
+        said = {name: demo.Answer(text, 1, 0.1) for name, text in given.items()}
+        found.append(demo.Answers(demo.Item(f"item {number}", "", right, ""), **said))
+    found[1] = dataclasses.replace(found[1], worked=None)
+    return found
+
+
+def test_answers_as_wanted_pass_every_check():
+    assert [(check.found, check.holds) for check in demo.judge(answers())] == [("2 of 2", True)] * 3
+
+
+@pytest.mark.parametrize(
+    "index, texts, failing",
+    [
+        (0, {"worked": "60"}, 0),
+        (0, {"direct": "60 divisors"}, 0),
+        (1, {"direct": "7,634."}, 0),
+        (0, {"grafted": "61"}, 1),
+        (1, {"grafted": "7634 or 7635"}, 1),
+        (1, {"grafted": ""}, 1),
+        (0, {"unrelated": "60"}, 2),
+        (1, {"unrelated": "it is 7634"}, 2),
+    ],
+)
+def test_one_planted_answer_fails_its_check_alone(capsys, index, texts, failing):
+    checks = demo.judge(answers(index, **texts))
+    assert [number for number, check in enumerate(checks) if not check.holds] == [failing]
+    assert checks[failing].found == "1 of 2" and demo.conclude(checks) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAIL: 1 of 3 checks do not hold"
 
 
 def test_one_flipped_bit_is_refused_and_the_original_stays_good(tmp_path):
@@ -94,6 +131,6 @@ def test_the_demo_passes_on_the_real_model(tmp_path):
     lines = result.stdout.splitlines()
     assert lines[-1].startswith("PASS")
     for fact in demo_knowledge.draw_facts(demo.FACTS, seed=7):
-        assert any(fact.depot in line and fact.code in line for line in lines)
+        assert any(fact.subject in line and fact.number in line for line in lines)
     assert any("3 of 3" in line for line in lines)
     assert len(kg.list_artifacts(tmp_path / "artifacts")) == len(PROBLEMS) + 1

@@ -7,9 +7,12 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from kvgraft_jax import determinism, errors
+from kvgraft_jax import engine as engine_lib
+from tests import tiny
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLAG = determinism.COMMON_FLAGS[0]
@@ -40,32 +43,63 @@ def test_a_contradicting_flag_is_an_error():
     assert "xla_allow_excess_precision=true, but" in done.stderr and "export XLA_FLAGS" in done.stderr
 
 
-def test_flags_that_came_too_late_are_noticed():
-    """The variable looks right, but XLA read it before: only a probe of the backend can tell."""
-    code = (
-        "import os, jax; jax.devices(); jax.jit(lambda x: x + 1)(1.0); os.environ['XLA_FLAGS'] = '" + FLAG + "'\n"
-        "from kvgraft_jax import determinism; determinism.configure(); determinism.assert_in_force()"
-    )
+def test_a_backend_that_skips_roundings_is_noticed():
+    code = "from kvgraft_jax import determinism; determinism.assert_in_force()"
     assert "skips bfloat16 roundings" in run(code).stderr
 
 
-def test_x64_is_refused():
-    code = "import jax; jax.config.update('jax_enable_x64', True)\nfrom kvgraft_jax import determinism\n"
-    assert "jax_enable_x64" in run(code + "determinism.configure(); determinism.assert_in_force()").stderr
+@pytest.mark.parametrize("option", ["jax_enable_x64", "jax_disable_jit", "jax_disable_most_optimizations"])
+def test_options_that_change_programs_are_refused_at_every_call(option):
+    engine = tiny.engine()
+    state = engine.prefill([1, 2, 3])
+    artifact = engine.capture(state)
+    calls = (
+        lambda: engine.prefill([1]),
+        lambda: engine.extend(state, [1]),
+        lambda: engine.generate(state),
+        lambda: engine.score([1]),
+        lambda: engine.capture(state),
+        lambda: engine.graft(artifact),
+        lambda: engine_lib.Engine(tiny.model(), capacity=64),
+    )
+    try:
+        jax.config.update(option, True)
+        for call in calls:
+            with pytest.raises(errors.DeterminismError, match=option):
+                call()
+    finally:
+        jax.config.update(option, False)
 
 
-def test_flags_in_force_are_sorted_and_without_paths(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/a --xla_b=1 {FLAG} --xla_b=2 --xla_a")
-    assert determinism.flags_in_force() == ["--xla_a", FLAG, "--xla_b=2"]
+def test_flags_changed_while_a_backend_ran_are_refused():
+    code = f"import os, jax; jax.devices(); os.environ['XLA_FLAGS'] = {FLAG!r}; import kvgraft_jax; kvgraft_jax.Engine"
+    assert "nobody can tell which flags" in run(code, FLAG + " --xla_cpu_max_isa=SSE4_2").stderr
 
 
-def test_the_environment_names_cpu_only_where_it_decides(monkeypatch):
-    found = determinism.environment()
-    assert found["platform"] and found["jax"] and found["jaxlib"] and FLAG in found["xla_flags"]
-    if found["platform"] == "cpu":
-        assert found["cpu"]["architecture"]
-        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " " + determinism.PORTABLE_CPU_FLAG)
-        assert determinism.environment()["cpu"] is None
+def test_flags_in_force_are_sorted_and_without_paths():
+    code = "from kvgraft_jax import determinism as d; d.configure(); print(*d.flags_in_force())"
+    flags = f"--xla_dump_to=/a --xla_b=1 {FLAG} --xla_b=2 --xla_a"
+    extra = determinism.required_flags()[1:]
+    assert run(code, flags).stdout.split() == sorted(["--xla_a", FLAG, "--xla_b=2", *extra])
+
+
+def test_flags_changed_after_the_import_are_refused():
+    """The backend has read them already, so a pin with the new ones would not be true."""
+    code = (
+        "import os; from kvgraft_jax import determinism as d; d.configure(); import jax; jax.devices()\n"
+        f"os.environ['XLA_FLAGS'] += ' {determinism.PORTABLE_CPU_FLAG}'; d.configure(); d.environment(jax.devices()[0])"
+    )
+    assert "XLA_FLAGS changed after" in run(code).stderr
+
+
+@pytest.mark.skipif(determinism.environment(jax.devices()[0])["platform"] != "cpu", reason="needs jax on the CPU")
+def test_the_environment_names_the_cpu_unless_its_kernels_are_portable():
+    found = determinism.environment(jax.devices()[0])
+    assert found["jax"] and found["jaxlib"] and FLAG in found["xla_flags"] and found["device_kind"]
+    assert found["cpu"]["architecture"] and found["cpu"]["model"] and found["cpu"]["instructions"]
+    code = "from kvgraft_jax import determinism as d; import jax; d.configure()\n"
+    code += "print(d.environment(jax.devices()[0])['cpu'])"
+    assert run(code, determinism.PORTABLE_CPU_FLAG).stdout.strip() == "None"
 
 
 def test_assertion_passes_here():

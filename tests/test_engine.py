@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from kvgraft_jax import determinism, errors
 from kvgraft_jax import engine as engine_lib
-from kvgraft_jax import errors
 from kvgraft_jax.gemma import step as step_lib
 from tests import tiny
 
@@ -97,6 +97,8 @@ def test_capacity_is_rounded_up_to_blocks():
         ({"capacity": 0}, "capacity: got 0"),
         ({"capacity": 1 << 30}, "capacity: got"),
         ({"width": 1}, "width: got 1"),
+        ({"capacity": "8"}, "capacity: got '8' of type str"),
+        ({"width": 8.0}, "width: got 8.0 of type float"),
         ({"kv_block": 24}, "kv_block: got 24"),
         ({"kv_block": 0}, "kv_block: got 0"),
     ],
@@ -104,6 +106,31 @@ def test_capacity_is_rounded_up_to_blocks():
 def test_sizes_that_make_no_sense_are_refused(arguments, message):
     with pytest.raises(errors.ConfigError, match=message):
         engine_lib.Engine(tiny.model(), **arguments)
+
+
+def test_a_state_of_other_weights_is_refused():
+    other = engine_lib.Engine(
+        tiny.model(uri=tiny.URI.replace("seed=0", "seed=1")),
+        capacity=tiny.CAPACITY,
+        width=tiny.WIDTH,
+        kv_block=tiny.KV_BLOCK,
+    )
+    with pytest.raises(errors.InputError, match="state: its weights"):
+        other.extend(tiny.engine().prefill([1, 2]), [3])
+
+
+def test_only_an_artifact_can_be_grafted():
+    with pytest.raises(errors.InputError, match="artifact: got a str, wanted an Artifact"):
+        tiny.engine().graft("an id")
+
+
+def test_a_backend_out_of_configuration_is_noticed(monkeypatch):
+    def refuse():
+        raise errors.DeterminismError("not in force")
+
+    monkeypatch.setattr(determinism, "assert_in_force", refuse)
+    with pytest.raises(errors.DeterminismError):
+        engine_lib.Engine(tiny.model(), capacity=64)
 
 
 def test_a_state_of_another_engine_is_refused():

@@ -18,7 +18,7 @@ from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import generate
 from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
-from kvgraft_jax.grafting import compare, storage
+from kvgraft_jax.grafting import compare, rows, storage
 from tests import tiny
 
 W = tiny.WINDOW
@@ -236,19 +236,11 @@ def test_states_and_artifacts_never_change():
         artifact.stacks[0].kv_Lx2xSxKxH[0] = 0
 
 
-def test_changing_the_source_arrays_after_a_graft_changes_nothing():
-    engine = tiny.engine()
-    artifact = engine.capture(engine.prefill(tiny.tokens(30)))
-    source = [np.array(stack.kv_Lx2xSxKxH) for stack in artifact.stacks]
-    logits_V = np.array(artifact.logits_V)
-    stacks = tuple(
-        dataclasses.replace(stack, kv_Lx2xSxKxH=array) for stack, array in zip(artifact.stacks, source, strict=True)
-    )
-    state = engine.graft(dataclasses.replace(artifact, stacks=stacks, logits_V=logits_V))
-    before = hashes(state)
-    for array in (*source, logits_V):
-        array[...] = 7
-    assert hashes(state) == before
+def test_changing_the_source_after_placing_rows_changes_nothing():
+    kv = np.ones((1, 2, 40, 2, 32), np.float32)
+    (layer,) = rows.placed_rows(kv, 0, 40)  # as many slots as rows: nothing but a copy keeps them apart
+    kv[...] = 7
+    assert float(np.asarray(layer.k_rot_SxKxH).max()) == float(np.asarray(layer.v_SxKxH).max()) == 1
 
 
 def test_full_hit_with_an_empty_tail():
@@ -262,10 +254,9 @@ def test_full_hit_with_an_empty_tail():
 def test_nan_in_a_valid_row_is_refused_at_capture():
     engine = tiny.engine()
     state = engine.prefill(tiny.tokens(30))
-    state = dataclasses.replace(state, cache=dirty(state.cache, 29, 0))
     layer = state.cache.layers[0]
     nan = dataclasses.replace(layer, v_SxKxH=layer.v_SxKxH.at[29, 0, 0].set(jnp.nan))
-    layers = (nan, *engine.prefill(tiny.tokens(30)).cache.layers[1:])
+    layers = (nan, *state.cache.layers[1:])
     with pytest.raises(errors.CaptureError, match="NaN"):
         engine.capture(dataclasses.replace(state, cache=cache_lib.Cache(layers)))
 
@@ -277,6 +268,88 @@ def test_two_widths_give_two_artifacts_and_a_refusal():
     with pytest.raises(errors.PinMismatch) as caught:
         wide.graft(artifacts[0])
     assert "width" in caught.value.fields
+
+
+def test_contexts_side_by_side_do_not_touch_each_other():
+    """Each of 1, 3 and 7 contexts, advanced in turns, ends as if it had been alone."""
+    engine = tiny.engine()
+    for company in (1, 3, 7):
+        prompts = [tiny.tokens(W + 4, seed=seed) for seed in range(company + 1)]
+        states = [engine.prefill(prompt[:W]) for prompt in prompts]
+        for position in range(W, W + 4):
+            states = [engine.extend(s, [p[position]]) for s, p in zip(states, prompts, strict=True)]
+        assert [hashes(state) for state in states] == [hashes(engine.prefill(prompt)) for prompt in prompts]
+
+
+def test_a_refused_graft_leaves_live_states_alone(tmp_path):
+    engine = tiny.engine()
+    state = engine.prefill(tiny.tokens(30))
+    before = hashes(state, "full")
+    artifact_id = storage.save_artifact(engine.capture(state), tmp_path)
+    with pytest.raises(errors.ArtifactNotFound):
+        storage.load_artifact(tmp_path, "0" * 64)
+    data = max((tmp_path / artifact_id).rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(errors.IntegrityError):
+        engine.graft(storage.load_artifact(tmp_path, artifact_id))
+    assert hashes(state, "full") == before
+    assert hashes(engine.extend(state, [5])) == hashes(engine.prefill([*tiny.tokens(30), 5]))
+
+
+def test_overflow_after_a_graft_is_refused(monkeypatch):
+    engine = tiny.engine()
+    grafted = engine.graft(engine.capture(engine.prefill(tiny.tokens(100))))
+    monkeypatch.setattr(engine.runner.programs, "step", lambda *_: pytest.fail("a step ran"))
+    for call in (lambda: engine.extend(grafted, tiny.tokens(61)), lambda: engine.generate(grafted, max_new_tokens=61)):
+        with pytest.raises(errors.CapacityError, match="100 tokens held \\+ 61"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_pattern_survives_the_device(dtype):
+    """All bfloat16 but NaN, and special float32, host to device to host."""
+    if dtype == "bfloat16":
+        words = np.arange(1 << 16, dtype=np.uint16)
+        patterns = words[(words & 0x7FFF) <= 0x7F80].view(jnp.bfloat16.dtype)
+    else:
+        words = [0, 1 << 31, 1, (1 << 31) + 1, 0x007FFFFF, 0x7F800000, 0xFF800000, 0x3F800001]
+        patterns = np.array(words * 16, np.uint32).view(np.float32)
+    patterns = patterns[: len(patterns) // 64 * 64]
+    kv = np.stack([patterns, patterns[::-1]]).reshape(1, 2, -1, 2, 32)
+    layers = rows.placed_rows(kv, 3, kv.shape[2] + 29)
+    found = rows.read_rows(layers, 3, 3 + kv.shape[2], 16)
+    assert found.tobytes() == kv.tobytes()
+
+
+def test_kl_in_closed_form():
+    """Two outcomes with odds e^a and e^b: KL has a closed form."""
+    p, q = 1 / (1 + np.exp(-1.0)), 1 / (1 + np.exp(0.5))
+    wanted = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+    assert compare.kl_nats(np.array([1.0, 0.0]), np.array([-0.5, 0.0])) == pytest.approx(wanted, rel=1e-12)
+    assert compare.kl_nats(np.array([3.0, 1.0]), np.array([3.0, 1.0])) == 0.0
+
+
+def test_comparison_tells_what_differs():
+    engine = tiny.engine()
+    a = engine.prefill(tiny.tokens(30))
+    logits_V = np.array(a.logits)
+    best = int(np.argmax(logits_V))
+    logits_V.view(np.uint32)[(best + 1) % 512] ^= 1
+    last_bit = compare.compare(a, dataclasses.replace(a, logits=jnp.array(logits_V)))
+    assert (last_bit.logits_equal, last_bit.kv_equal, last_bit.argmax_agree) == (False, True, True)
+    assert last_bit.max_abs_logit_diff > 0 and not last_bit.equal and "DIFFERENT" in repr(last_bit)
+    logits_V[best] -= 100
+    other_token = compare.compare(a, dataclasses.replace(a, logits=jnp.array(logits_V)))
+    assert not other_token.argmax_agree and other_token.kl_nats > 0
+    layer = a.cache.layers[0]
+    one_row = dataclasses.replace(layer, v_SxKxH=layer.v_SxKxH.at[29, 0, 0].add(1))
+    moved = dataclasses.replace(a, cache=cache_lib.Cache((one_row, *a.cache.layers[1:])))
+    by_kv = compare.compare(a, moved)
+    assert (by_kv.logits_equal, by_kv.kv_equal, by_kv.equal) == (True, False, False) and by_kv.kl_nats == 0.0
+    renamed = compare.compare(a, dataclasses.replace(a, token_ids=(*a.token_ids[:-1], 7)))
+    assert not renamed.tokens_equal and not renamed.equal
 
 
 def test_an_inexact_graft_is_asked_for_labelled_and_never_deposited():
@@ -307,8 +380,8 @@ class TestDetectors:
         assert len(found) == 2
 
     def test_vmap_over_requests_differs(self):
-        config = dataclasses.replace(tiny.engine("float32").step_config)
         engine = tiny.engine("float32")
+        config = engine.step_config
         token_ids = np.array([tiny.tokens(tiny.WIDTH, seed) for seed in range(8)], np.int32)
         runner = engine.runner
         one = jax.eval_shape(lambda: cache_lib.make_cache(config.model, engine.capacity + config.width, jnp.float32))

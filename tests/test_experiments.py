@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -41,8 +43,8 @@ def assert_report_equals_result(folder):
     for name in ("config", "inputs", "outputs", "environment"):
         for key, value in document[name].items():
             assert [key, value if isinstance(value, str) else json.dumps(value)] in cells
-    for key, value in document.items():
-        if isinstance(value, int | float) and key != "holds":
+    for key in document["figures"]:
+        if isinstance(value := document[key], int | float):
             assert [key, json.dumps(value)] in cells
     for rows in (document["rows"], document["tries"]):
         for row in rows:
@@ -102,6 +104,55 @@ def test_an_experiment_that_cannot_run_is_refused_in_one_paragraph(tmp_path, cap
     assert harness.execute(toy(run=run), config(), tmp_path) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.splitlines()[-1] == "toy: too long" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (OSError(28, "No space left on device"), "toy: OSError: [Errno 28] No space left on device", 2),
+        (MemoryError(), "toy: MemoryError", 2),
+        (ModuleNotFoundError("No module named 'chess'"), "No module named 'chess'; run: pip install", 2),
+        (ImportError("cannot import name 'a'"), "cannot import name 'a'", 2),
+        (KeyboardInterrupt(), "toy: interrupted", 130),
+        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero", 2),
+    ],
+)
+def test_what_goes_wrong_is_never_a_claim_that_fails(tmp_path, capsys, error, said, code):
+    def run(settings, model, out):
+        raise error
+
+    assert harness.execute(toy(run=run), config(), tmp_path) == code
+    told = capsys.readouterr().err
+    is_mistake = type(error) in (ImportError, ZeroDivisionError)
+    assert said in told and ("pip install" in told) == (type(error) is ModuleNotFoundError)
+    assert ("Traceback" in told) == is_mistake and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_recipient_that_dies_is_refused_with_its_reason(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(graft_exactness, "_JOB", "other.json")  # The new process looks for another file.
+    changes = dict(samples=2, max_tokens=20, capacity=64, decode_steps=1)
+    assert harness.execute(graft_exactness.EXPERIMENT, config(**changes), tmp_path) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "experiments.graft_exactness ended with 2: recipient: FileNotFoundError" in told and "job.json" in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["rows", "pin", "pin_id", "seconds", "experiment", "figures"])
+def test_a_figure_named_like_a_field_of_the_result_is_refused(tmp_path, capsys, name):
+    def run(settings, model, out):
+        return harness.Findings(True, {name: 1}, pin_lib.Pin({"schema": "test"}), {}, {}, [])
+
+    assert harness.execute(toy(run=run), config(), tmp_path) == 2
+    assert f"figures: {name}: " in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_settings_are_read_by_their_types_not_by_how_these_are_spelt():
+    settings = dataclasses.make_dataclass("Settings", [("sizes", typing.Tuple[int, ...]), ("name", "str")])  # noqa: UP006
+    assert harness.read_settings(settings, {"sizes": (1, 2), "name": "a"}) == settings((1, 2), "a")
+    for bad in ({"sizes": [1, 2], "name": "a"}, {"sizes": (1, True), "name": "a"}, {"sizes": (), "name": 1}):
+        with pytest.raises(errors.ConfigError, match="wanted"):
+            harness.read_settings(settings, bad)
 
 
 @pytest.mark.parametrize("kind", ["full folder", "file", "below a file", "none"])

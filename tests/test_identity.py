@@ -8,14 +8,17 @@ import pathlib
 import subprocess
 import sys
 
+import flax
 import jax
 import numpy as np
 import pytest
 
 from kvgraft_jax import determinism, errors
 from kvgraft_jax import engine as engine_lib
+from kvgraft_jax.gemma import attention, rotary
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.gemma.weights import assemble
 from kvgraft_jax.grafting import storage
 from tests import tiny
@@ -67,7 +70,7 @@ def params_digest(params) -> str:
 
 def one_ulp_off(model: model_lib.Model) -> model_lib.Model:
     """The model with one weight moved to the next bfloat16, and the digest of those weights."""
-    params = jax.tree.map(lambda leaf: leaf, model.params)
+    params = flax.core.unfreeze(model.params)
     kernel = np.array(params["layer_3"]["mlp"]["up_proj"]["kernel"])
     kernel.view(np.uint16)[5, 7] += 1
     params["layer_3"] = {**params["layer_3"], "mlp": {**params["layer_3"]["mlp"], "up_proj": {"kernel": kernel}}}
@@ -97,11 +100,40 @@ def test_a_change_is_a_new_id_and_a_refusal_that_names_it(field, artifact):
 
 @pytest.mark.parametrize("field", ["jax", "jaxlib", "device_kind", "platform"])
 def test_software_and_device_are_named(field, artifact, monkeypatch):
-    environment = {**determinism.environment(), field: "another"}
-    monkeypatch.setattr(determinism, "environment", lambda: environment)
+    environment = {**determinism.environment(jax.devices()[0]), field: "another"}
+    monkeypatch.setattr(determinism, "environment", lambda device: environment)
     with pytest.raises(errors.PinMismatch) as caught:
         build().graft(artifact)
     assert caught.value.fields == (field,)
+
+
+def test_another_rotary_rule_is_named(artifact, monkeypatch):
+    monkeypatch.setattr(rotary, "ENGINE_RULE", rotary.CORRECT)
+    with pytest.raises(errors.PinMismatch) as caught:
+        build().graft(artifact)
+    assert caught.value.fields == ("rotary_rule",)
+
+
+def test_another_cpu_is_named(artifact, monkeypatch):
+    cpu = {**determinism.cpu_description(), "instructions": ["avx2"]}
+    monkeypatch.setattr(determinism, "cpu_description", lambda: cpu)
+    with pytest.raises(errors.PinMismatch) as caught:
+        build().graft(artifact)
+    assert caught.value.fields == ("cpu.instructions",)
+
+
+def test_a_changed_program_has_another_fingerprint(monkeypatch):
+    config = tiny.engine().step_config
+    before = step_lib.Programs(config).fingerprint
+    assert step_lib.Programs(config).fingerprint == before
+    monkeypatch.setattr(attention, "MASKED", -2e30)
+    after = step_lib.Programs(config).fingerprint
+    assert after["step"] != before["step"] and after["head"] == before["head"]
+
+
+def test_limits_and_special_tokens_are_not_part_of_the_pin(artifact):
+    engine = build(with_config(max_positions=7, stop_ids=(5,), pad_id=3, name="another"))
+    assert engine.pin.id == artifact.pin.id
 
 
 def run(code: str, *arguments: str, cwd: pathlib.Path = ROOT, flags: str | None = None) -> str:

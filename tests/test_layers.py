@@ -46,7 +46,9 @@ def test_rms_norm_multiplies_by_one_plus_weight_before_its_only_rounding():
 def test_rms_norm_uses_correctly_rounded_operations():
     """In float32 every step is one NumPy operation, which no approximate reciprocal square root would equal."""
     x = np.random.default_rng(1).standard_normal((4096, 1)).astype(np.float32)
-    found = np.asarray(jax.jit(layers.RMSNorm(0.0, plus_one=True).apply)({"params": {"scale": np.zeros(1, np.float32)}}, x))
+    found = np.asarray(
+        jax.jit(layers.RMSNorm(0.0, plus_one=True).apply)({"params": {"scale": np.zeros(1, np.float32)}}, x)
+    )
     np.testing.assert_array_equal(found, x * (np.float32(1) / np.sqrt(x * x)))
 
 

@@ -33,7 +33,7 @@ DOCUMENT = {
     "program": {"step": "00" * 32, "head": "11" * 32},
 }
 
-# One change of each kind that must be seen, with the field that must be named (CASES 9).
+# One change of each kind that must be seen, with the field that must be named.
 CHANGES = (
     (("weights",), "ef" * 32, "weights"),
     (("tokenizer",), "12" * 32, "tokenizer"),
@@ -118,7 +118,7 @@ def test_absent_is_not_none():
     assert "absent" in str(differences[0])
 
 
-# Pairs that a careless concatenation, comparison or flattening would take for one another (CASES 10).
+# Pairs that a careless concatenation, comparison or flattening would take for one another.
 LOOKALIKES = (
     ({"a": ""}, {"": "a"}),
     ({"x": ["a", ""]}, {"x": ["", "a"]}),

@@ -39,6 +39,8 @@ def test_schedules_cover_every_kind():
         assert values == wanted
     grafted = [schedule for schedule in DRAWN if schedule.num_grafts]
     assert any(schedule.trailing_singles >= 64 for schedule in grafted)
+    windowed = [s for s in grafted if s.policy == "visible" and sum(sum(leg.pieces) for leg in s.legs[:-1]) > 512]
+    assert len(windowed) >= 20 and any(sum(schedule.legs[0].pieces) < 128 for schedule in grafted)
     lanes = {sum(schedule.legs[0].pieces) % 16 for schedule in grafted}
     assert len(lanes) == 16, "grafts fall on every lane"
 

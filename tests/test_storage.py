@@ -3,6 +3,7 @@
 import asyncio
 from concurrent import futures
 import dataclasses
+import errno
 import os
 import pathlib
 import random
@@ -13,26 +14,12 @@ import sys
 import numpy as np
 import pytest
 
-from kvgraft_jax import errors
+from kvgraft_jax import digest, errors
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import container, storage
 from tests import entries
 
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """A directory with one entry, for tests that copy it before they damage it."""
-    directory = tmp_path_factory.mktemp("stored")
-    storage.save_artifact(entries.make_artifact(), directory)
-    return directory
-
-
-@pytest.fixture
-def entry(stored, tmp_path):
-    """The path of an entry that a test may damage."""
-    artifact_id = entries.make_artifact().artifact_id
-    shutil.copytree(stored / artifact_id, tmp_path / artifact_id)
-    return tmp_path / artifact_id
+stored, entry = entries.stored, entries.entry
 
 
 # --- round trips
@@ -167,9 +154,9 @@ def test_what_is_not_an_id_is_refused_before_the_disk_is_touched(bad, stored):
 def test_an_entry_deleted_while_it_is_read_is_not_found(entry, monkeypatch):
     verify = container.verify
 
-    def delete_then_verify(path, artifact_id):
+    def delete_then_verify(path, artifact_id, check_sizes):
         shutil.rmtree(path)
-        return verify(path, artifact_id)
+        return verify(path, artifact_id, check_sizes)
 
     monkeypatch.setattr(container, "verify", delete_then_verify)
     with pytest.raises(errors.ArtifactNotFound):
@@ -230,6 +217,67 @@ def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
         storage.load_artifact(tmp_path / "file" / "below", entries.make_artifact().artifact_id)
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_what_cannot_be_read_is_no_damage(entry, monkeypatch, code):
+    def refuse(path):
+        raise OSError(code, os.strerror(code), str(path))
+
+    intact = storage.load_artifact(entry.parent, entry.name)
+    with monkeypatch.context() as patch:
+        patch.setattr(digest, "file_digest", refuse)
+        for call in (
+            lambda: storage.load_artifact(entry.parent, entry.name),
+            lambda: storage.save_artifact(intact, entry.parent),
+        ):
+            with pytest.raises(errors.StorageError, match="could not be read"):
+                call()
+        patch.setattr(os, "listdir", refuse)
+        with pytest.raises(errors.StorageError, match="could not be read"):
+            storage.list_artifacts(entry.parent)
+    assert storage.load_artifact(entry.parent, entry.name) == intact
+
+
+def test_bytes_that_were_written_wrong_are_found_before_the_entry_appears(tmp_path, monkeypatch):
+    write = storage._write
+
+    def write_wrong(entry, artifact):
+        write(entry, artifact)
+        path = entry / "arrays" / "state" / "logits" / "0"
+        raw = bytearray(path.read_bytes())
+        raw[7] ^= 1
+        path.write_bytes(raw)
+
+    monkeypatch.setattr(storage, "_write", write_wrong)
+    with pytest.raises(errors.StorageError, match="logits: leaf 0 of 1"):
+        storage.save_artifact(entries.make_artifact(), tmp_path)
+    assert storage.list_artifacts(tmp_path) == () and not entries.rooms(tmp_path)
+
+
+def test_files_and_folders_are_flushed_before_the_rename_and_the_directory_after_it(tmp_path, monkeypatch):
+    flushed, renamed = [], []
+    fsync, rename = os.fsync, os.rename
+
+    def identity(status):
+        return status.st_dev, status.st_ino
+
+    def note_flush(descriptor):
+        flushed.append(identity(os.fstat(descriptor)))
+        fsync(descriptor)
+
+    def note_rename(source, target):
+        if target == place:
+            renamed.append(len(flushed))
+        rename(source, target)
+
+    place = tmp_path / entries.make_artifact().artifact_id
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "rename", note_rename)
+    storage.save_artifact(entries.make_artifact(), tmp_path)
+    (before,) = renamed
+    assert {identity(path.stat()) for path in (place, *place.rglob("*"))} <= set(flushed[:before])
+    assert identity(tmp_path.stat()) in flushed[before:]
+
+
 # --- damage
 
 
@@ -241,10 +289,10 @@ def test_flipped_bits_all_over_the_seal(entry):
         flipped[at] ^= 1 << rng.randrange(8)
         (entry / container.SEAL).write_bytes(flipped)
         with pytest.raises(errors.IntegrityError) as caught:
-            container.verify(entry, entry.name)
+            container.verify(entry, entry.name, lambda sizes: None)
         assert caught.value.artifact == entry.name
     (entry / container.SEAL).write_bytes(raw)
-    container.verify(entry, entry.name)
+    container.verify(entry, entry.name, lambda sizes: None)
 
 
 def test_flipped_bits_anywhere(entry):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -13,21 +12,7 @@ from kvgraft_jax.grafting import container, storage
 from kvgraft_jax.grafting import manifest as manifest_lib
 from tests import entries
 
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """A directory with one entry, for tests that copy it before they damage it."""
-    directory = tmp_path_factory.mktemp("stored")
-    storage.save_artifact(entries.make_artifact(), directory)
-    return directory
-
-
-@pytest.fixture
-def entry(stored, tmp_path):
-    """The path of an entry that a test may damage."""
-    artifact_id = entries.make_artifact().artifact_id
-    shutil.copytree(stored / artifact_id, tmp_path / artifact_id)
-    return tmp_path / artifact_id
+stored, entry = entries.stored, entries.entry
 
 
 def test_a_flipped_bit_under_a_new_seal_names_array_and_leaf(tmp_path):
@@ -193,6 +178,19 @@ def test_a_key_that_stands_twice_is_refused(name, entry):
     entries.assert_refused(entry, "twice")
 
 
+def test_what_orbax_notes_is_read_as_strictly(entry):
+    path = entry / "arrays" / "state" / "logits" / ".zarray"
+    raw = path.read_bytes()
+    for bad, reason in (
+        (raw.replace(b"{", b'{"order": "C", ', 1), "twice"),
+        (raw + b" " * (1 << 16), "larger than"),
+        (b"[" * 50_000, "nested"),
+    ):
+        path.write_bytes(bad)
+        entries.reseal(entry)
+        entries.assert_refused(entry, reason)
+
+
 def test_huge_json_files_are_refused_unread(entry):
     os.truncate(entry / container.SEAL, 1 << 40)
     entries.assert_refused(entry, "at most")
@@ -231,3 +229,16 @@ def test_broken_orbax_files_are_a_typed_error_or_harmless(name, raw, entry):
         assert storage.load_artifact(entry.parent, entry.name) == entries.make_artifact()
     except errors.IntegrityError as error:
         assert error.artifact == entry.name
+
+
+@pytest.mark.parametrize("name", ["arrays/state/logits/0", "arrays/extra"])
+def test_a_terabyte_is_refused_before_it_is_hashed(name, entry, monkeypatch):
+    """A hole in a file costs its maker nothing; hashing it would cost the reader hours."""
+    with open(entry / name, "ab") as file:
+        file.truncate(1 << 40)
+    path = entry / container.SEAL
+    document = json.loads(path.read_bytes())
+    document["files"][name] = {"bytes": 1 << 40, "sha256": "0" * 64}
+    path.write_bytes(digest.canonical_json(document))
+    monkeypatch.setattr(digest, "file_digest", lambda path: pytest.fail(f"{path} was hashed"))
+    entries.assert_refused(entry, "bytes")

@@ -17,6 +17,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 
 from packaging import requirements as packaging_requirements
 import pytest
@@ -24,10 +25,13 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 MAX_LINES = 399
 # A room imports only rooms before it. The package itself comes last: its public names are lazy.
-ROOMS = ("errors", "notation", "digest", "determinism", "pin", "gemma", "grafting", "engine")
+ROOMS = ("errors", "notation", "digest", "determinism", "host_memory", "pin", "gemma", "grafting", "engine")
 PROJECT = ("kvgraft_jax", "configs", "experiments", "tests")
-MACHINE_PATHS = tuple("/" + start for start in ("work/", "root/", "home/", "tmp/bash"))
-INSTALLED_TOGETHER = ("requirements.txt", "requirements-dev.txt", "requirements-weights.txt")
+LOCK = "requirements-lock.txt"
+PEERS = "requirements-peers.txt"
+WEIGHTS = "requirements-weights.txt"
+# By file, the folder whose imports it serves. Of -dev some are commands, and -weights is opened by its name.
+SERVES = {"requirements.txt": "", PEERS: "experiments/peers"}
 
 
 def _files(root: pathlib.Path) -> list[pathlib.Path]:
@@ -147,16 +151,25 @@ def import_cycles(root: pathlib.Path) -> list[str]:
     return []
 
 
+def _machine_folders() -> tuple[str, ...]:
+    """Folders of the machine that this runs on: around the checkout, around its user's home, for scratch files."""
+    own = (ROOT.resolve(), pathlib.Path.home().resolve() / "x", pathlib.Path(tempfile.gettempdir()).resolve() / "x")
+    around = {folder for path in own for folder in path.parents if len(folder.parts) > 1}
+    shared = {pathlib.Path("/", name) for name in ("usr", "bin", "dev", "etc", "opt", "proc", "var")}
+    return tuple(sorted(f"{folder}/" for folder in around - shared))
+
+
 def machine_paths(root: pathlib.Path) -> list[str]:
-    """Paths of one particular machine, in any text file."""
+    """Paths of the machine that this runs on, in any text file."""
     found = []
+    folders = _machine_folders()
     for path in _files(root):
         try:
             lines = path.read_text().splitlines()
         except UnicodeDecodeError:
             continue
         for number, line in enumerate(lines, 1):
-            found += [f"{path.relative_to(root)}:{number}: {word}" for word in MACHINE_PATHS if word in line]
+            found += [f"{path.relative_to(root)}:{number}: {folder}" for folder in folders if folder in line]
     return found
 
 
@@ -187,41 +200,44 @@ def _distributions(package: str) -> set[str]:
 def requirement_mistakes(root: pathlib.Path) -> list[str]:
     """Imports that no requirements file lists, requirements that nothing imports, and pins outside their range."""
     found = []
-    listed = {file: _requirements(root, file) for file in (*INSTALLED_TOGETHER, "requirements-peers.txt")}
-    lock = _requirements(root, "requirements-lock.txt")
+    files = sorted(path.name for path in root.glob("requirements*.txt"))
+    listed = {file: _requirements(root, file) for file in files if file != LOCK}
+    lock = _requirements(root, LOCK)
     modules = _modules(root)
-    used = set()
+    used: dict[str, set[str]] = {}
     for module, path in modules.items():
         room = module.split(".")[0]
-        allowed = set(listed["requirements.txt"]) | set(listed["requirements-weights.txt"])
-        if room == "experiments" or module.startswith("tests.golden."):  # Those scripts run in the peers' environment.
-            allowed |= set(listed["requirements-peers.txt"])
-        elif room == "tests":
-            allowed |= set(listed["requirements-dev.txt"])
+        folder = path.parent.relative_to(root).as_posix()
+        if folder == SERVES[PEERS] or folder == "tests/golden":  # run in the environment of the peers
+            allowed = set(listed[PEERS])
+        else:
+            allowed = {*listed["requirements.txt"], *listed[WEIGHTS]}
+            allowed |= set(listed["requirements-dev.txt"]) if room == "tests" else set()
         for line, target in _imports(path, modules):
             package = target.split(".")[0]
             if package in sys.stdlib_module_names or package in PROJECT or target.startswith("."):
                 continue
-            used |= _distributions(package)
+            used.setdefault(folder, set()).update(_distributions(package))
             if not _distributions(package) & allowed:
-                found.append(f"{path.relative_to(root)}:{line}: {package} is in no requirements file for {room}")
+                found.append(f"{path.relative_to(root)}:{line}: {package} is in no requirements file for {folder}")
     for path in _files(root):
         if path.suffix == ".ipynb":
-            used |= {name for package in _notebook_imports(path) for name in _distributions(package)}
-    for name, (line, _) in listed["requirements.txt"].items():
-        if name not in used:
-            found.append(f"requirements.txt:{line}: {name} is imported nowhere")
+            names = {name for package in _notebook_imports(path) for name in _distributions(package)}
+            used.setdefault(path.parent.relative_to(root).as_posix(), set()).update(names)
+    for file, folder in SERVES.items():
+        imported = set().union(*(names for place, names in used.items() if place.startswith(folder)))
+        for name, (line, _) in listed[file].items():
+            if name not in imported:
+                found.append(f"{file}:{line}: {name} is imported nowhere{' in ' * bool(folder)}{folder}")
     for file, entries in listed.items():
         for name, (line, requirement) in entries.items():
             if not requirement.specifier:
                 found.append(f"{file}:{line}: {name} has no range")
             if name not in lock:
-                if file in INSTALLED_TOGETHER:
-                    found.append(f"{file}:{line}: {name} is not in requirements-lock.txt; run: bash workspace.sh lock")
+                if file != PEERS:
+                    found.append(f"{file}:{line}: {name} is not in {LOCK}; run: bash workspace.sh lock")
             elif not requirement.specifier.contains(str(lock[name][1].specifier).removeprefix("==")):
-                found.append(
-                    f"requirements-lock.txt:{lock[name][0]}: {lock[name][1]} is outside {file}'s {requirement}"
-                )
+                found.append(f"{LOCK}:{lock[name][0]}: {lock[name][1]} is outside {file}'s {requirement}")
     return found
 
 
@@ -271,7 +287,7 @@ VIOLATIONS = {
         },
         ": import cycle kvgraft_jax.gemma.",
     ),
-    "machine path": (machine_paths, {"README.md": f"\nsee {MACHINE_PATHS[0]}main\n"}, "README.md:2"),
+    "machine path": (machine_paths, {"README.md": f"\nsee {pathlib.Path.home().resolve()}/main\n"}, "README.md:2"),
     "unlisted import": (
         requirement_mistakes,
         REQUIREMENTS | {"kvgraft_jax/pin.py": "import os\nimport pytest\n"},
@@ -290,8 +306,27 @@ VIOLATIONS = {
     ),
     "locked out of range": (
         requirement_mistakes,
-        REQUIREMENTS | {"requirements-peers.txt": "# x\nnumpy==2.4.5\n"},
+        REQUIREMENTS
+        | {
+            "requirements-peers.txt": "# x\nnumpy==2.4.5\n",
+            "experiments/peers/a.py": '"""A."""\nimport numpy\n',
+        },
         "requirements-lock.txt:1: numpy==2.4.6 is outside requirements-peers.txt's numpy==2.4.5",
+    ),
+    "unused by the peers": (
+        requirement_mistakes,
+        REQUIREMENTS | {"requirements-peers.txt": "torch==2.13.0\n", "experiments/a.py": '"""A."""\n'},
+        "requirements-peers.txt:1: torch is imported nowhere in experiments/peers",
+    ),
+    "unlisted import of the peers": (
+        requirement_mistakes,
+        REQUIREMENTS | {"experiments/peers/a.py": '"""A."""\nimport numpy\n'},
+        "experiments/peers/a.py:2: numpy is in no requirements file for experiments/peers",
+    ),
+    "a requirements file without ranges that is new": (
+        requirement_mistakes,
+        REQUIREMENTS | {"requirements-docs.txt": "numpy\n"},
+        "requirements-docs.txt:1: numpy has no range",
     ),
 }
 

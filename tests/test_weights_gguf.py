@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
+from experiments.benchmark import export
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import configurations, model
 from kvgraft_jax.gemma.weights import assemble, gguf_config, gguf_header
@@ -16,14 +17,7 @@ from tests import checkpoints
 KIND = gguf.GGMLQuantizationType
 
 
-@pytest.fixture(scope="module")
-def made() -> model.Model:
-    return model.load_model(checkpoints.URI)
-
-
-@pytest.fixture(scope="module")
-def tensors(made: model.Model) -> dict[str, np.ndarray]:
-    return checkpoints.stored(made)
+made, tensors = checkpoints.made, checkpoints.tensors
 
 
 @pytest.mark.parametrize("kind", [KIND.F32, KIND.BF16])
@@ -42,7 +36,7 @@ def test_same_model_as_from_safetensors(tmp_path, monkeypatch, made, tensors, ki
 def test_quantised_tensors(tmp_path, monkeypatch, made, tensors, kind):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)
     loaded = model.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, kind), "float32")
-    found = checkpoints.stored(loaded)
+    found = export.tensors(loaded)
     for name, array in tensors.items():
         array = array.astype(np.float32)
         if not name.endswith("norm.weight"):

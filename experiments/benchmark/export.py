@@ -21,15 +21,21 @@ def export(model: model_lib.Model, directory: pathlib.Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config_document(model.config), indent=1))
+    named = {f"model.{name}": array for name, array in tensors(model).items()}
+    safetensors_numpy.save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def tensors(model: model_lib.Model) -> dict[str, np.ndarray]:
+    """The weights under their public names, in their stored shapes."""
     flat, _ = jax.tree_util.tree_flatten_with_path(model.params)
     leaves = {"/".join(key.key for key in path): leaf for path, leaf in flat}
-    tensors = {}
+    found = {}
     for parameter in layout.parameters(model.config):
         array = np.asarray(leaves[parameter.path])
         if parameter.matrices:
-            array = array.reshape(parameter.stored_shape[::-1]).T
-        tensors[f"model.{parameter.name}"] = np.ascontiguousarray(array)
-    safetensors_numpy.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+            array = array.reshape(parameter.matrices, parameter.stored_shape[-1], -1).swapaxes(1, 2)
+        found[parameter.name] = np.ascontiguousarray(array.reshape(parameter.stored_shape))
+    return found
 
 
 def config_document(config: config_lib.GemmaConfig) -> dict[str, object]:

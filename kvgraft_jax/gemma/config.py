@@ -7,12 +7,18 @@ layer is of which kind is a tuple. Fields follow GEMMA's public configuration fi
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from kvgraft_jax import errors
 
 SLIDING = "sliding"
 FULL = "full"
+
+MAX_LAYERS = 1024
+
+# Fields that decide which tokens a person feeds or keeps, never a number that the model computes.
+_NO_NUMBERS = ("name", "max_positions", "pad_id", "bos_id", "stop_ids", "suppress_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +36,10 @@ class RotaryConfig:
     fraction: float = 1.0
 
     def __post_init__(self):
-        if not self.base > 1:
-            raise errors.ConfigError(f"rotary base: got {self.base}, wanted a number above 1")
-        if not self.scale > 0:
-            raise errors.ConfigError(f"rotary scale: got {self.scale}, wanted a number above 0")
+        if not 1 < self.base < math.inf:
+            raise errors.ConfigError(f"rotary base: got {self.base}, wanted a finite number above 1")
+        if not 0 < self.scale < math.inf:
+            raise errors.ConfigError(f"rotary scale: got {self.scale}, wanted a finite number above 0")
         if not 0 < self.fraction <= 1:
             raise errors.ConfigError(f"rotary fraction: got {self.fraction}, wanted a number above 0, at most 1")
 
@@ -61,8 +67,23 @@ class AttentionConfig:
             raise errors.ConfigError(f"head_dim: got {self.head_dim}, wanted an even number above 0")
         if self.num_kv_heads <= 0:
             raise errors.ConfigError(f"num_kv_heads: got {self.num_kv_heads}, wanted 1 or more")
-        if self.window is not None and self.window < 2:
-            raise errors.ConfigError(f"window: got {self.window}, wanted 2 or more, or None")
+        if self.window is not None and not 2 <= self.window < 1 << 31:
+            raise errors.ConfigError(f"window: got {self.window}, wanted 2 to {(1 << 31) - 1}, or None")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """The layers of one attention kind.
+
+    Attributes:
+      name: SLIDING or FULL.
+      attention: what they have in common.
+      layers: numbers of those that own keys and values, rising.
+    """
+
+    name: str
+    attention: AttentionConfig
+    layers: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,16 +175,27 @@ class GemmaConfig:
 
     def __post_init__(self):
         for field in ("vocab_size", "embed_dim", "hidden_dim", "num_heads", "max_positions"):
-            if getattr(self, field) <= 0:
-                raise errors.ConfigError(f"{field}: got {getattr(self, field)}, wanted 1 or more")
+            if not 0 < getattr(self, field) < 1 << 31:
+                raise errors.ConfigError(f"{field}: got {getattr(self, field)}, wanted 1 to {(1 << 31) - 1}")
         if not self.layer_kinds or set(self.layer_kinds) - {SLIDING, FULL}:
             raise errors.ConfigError(
                 f"layer_kinds: got {self.layer_kinds!r}, wanted one or more of {SLIDING!r} and {FULL!r}"
             )
         if self.sliding.window is None or self.full.window is not None:
             raise errors.ConfigError("window: the sliding kind needs one and the full kind must have none")
-        if self.final_softcap is not None and not self.final_softcap > 0:
-            raise errors.ConfigError(f"final_softcap: got {self.final_softcap}, wanted a number above 0, or None")
+        for field in ("query_scale", "norm_eps", "final_softcap"):
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, float) and 0 < value < math.inf):
+                raise errors.ConfigError(f"{field}: got {value}, wanted a finite number above 0")
+        special = {
+            "pad_id": (self.pad_id,),
+            "bos_id": (self.bos_id,),
+            "stop_ids": self.stop_ids,
+            "suppress_ids": self.suppress_ids,
+        }
+        for field, token_ids in special.items():
+            if any(not 0 <= token_id < 1 << 31 for token_id in token_ids):
+                raise errors.ConfigError(f"{field}: got {getattr(self, field)}, wanted 0 to {(1 << 31) - 1}")
         for kind in (self.sliding, self.full):
             if self.num_heads % kind.num_kv_heads:
                 raise errors.ConfigError(f"num_heads: got {self.num_heads}, wanted a multiple of {kind.num_kv_heads}")
@@ -197,17 +229,31 @@ class GemmaConfig:
         """L."""
         return len(self.layer_kinds)
 
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The attention kinds of which there are layers, sliding before full."""
+        found = []
+        for name, attention in ((SLIDING, self.sliding), (FULL, self.full)):
+            layers = tuple(layer for layer in range(self.num_kv_layers) if self.layer_kinds[layer] == name)
+            if layers:
+                found.append(LayerKind(name, attention, layers))
+        return tuple(found)
+
     def attention(self, layer: int) -> AttentionConfig:
         """The attention kind of layer `layer`."""
         return self.sliding if self.layer_kinds[layer] == SLIDING else self.full
 
     def document(self) -> dict[str, Any]:
-        """The configuration as plain JSON data, without its name: what decides the numbers."""
-        document = dataclasses.asdict(self)
-        del document["name"]
-        return document
+        """What decides the model's numbers, as plain JSON data: everything but name, limits and special tokens."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _NO_NUMBERS}
 
 
 def repeating_kinds(num_layers: int, period: int = 6) -> tuple[str, ...]:
-    """Layer kinds in which every `period`-th layer (the 6th, the 12th, ...) is full and the others slide."""
+    """Layer kinds in which every `period`-th layer (the 6th, the 12th, ...) is full and the others slide.
+
+    Raises:
+      ConfigError: a number of layers that no model has.
+    """
+    if not 0 < num_layers <= MAX_LAYERS:
+        raise errors.ConfigError(f"number of layers: got {num_layers}, wanted 1 to {MAX_LAYERS}")
     return tuple(FULL if (layer + 1) % period == 0 else SLIDING for layer in range(num_layers))

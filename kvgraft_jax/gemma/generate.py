@@ -57,6 +57,8 @@ def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     Raises:
       InputError: not a flat sequence of integers, empty, or an id outside 0..V-1.
     """
+    if isinstance(token_ids, (set, frozenset, Mapping)):
+        raise errors.InputError(f"token_ids: got a {type(token_ids).__name__}, wanted a list of int, in order")
     if isinstance(token_ids, (str, bytes)):
         raise errors.InputError(
             "token_ids: got text, wanted a list of int; encode it with model.tokenizer.encode(text)"

@@ -6,10 +6,11 @@ import dataclasses
 import pathlib
 from urllib import parse
 
+import flax
 import jax.numpy as jnp
 import numpy as np
 
-from kvgraft_jax import errors
+from kvgraft_jax import errors, host_memory
 from kvgraft_jax.gemma import chat as chat_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
@@ -18,12 +19,12 @@ from kvgraft_jax.gemma.weights import (
     assemble,
     files,
     gguf_file,
-    layout,
     orbax_directory,
     package,
     random_init,
     safetensors_file,
 )
+from kvgraft_jax.gemma.weights import source as source_lib
 
 _DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
 _CUTS = (
@@ -39,6 +40,7 @@ _CUTS = (
     "per_layer",
 )
 _SCHEMES = "hf:DIR, gguf:FILE, orbax:DIR, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
@@ -48,7 +50,7 @@ class Model:
 
     Attributes:
       config: what it is made of.
-      params: nested tree as in `weights.layout`, on the default device.
+      params: immutable nested tree as in `weights.layout`, on the default device.
       tokenizer: None where the checkpoint has none.
       chat: its prompt template; None without a tokenizer.
       digest: SHA-256 (hex) of the parameters: equal weights in equal dtype give one digest, whatever the file format.
@@ -57,7 +59,7 @@ class Model:
     """
 
     config: config_lib.GemmaConfig
-    params: layout.Params
+    params: flax.core.FrozenDict
     tokenizer: tokenizer_lib.Tokenizer | None
     chat: chat_lib.Chat | None
     digest: str
@@ -93,21 +95,35 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
     if scheme == "random":
         config, seed = _random_config(rest)
         weights = random_init.initialise(config, seed, as_dtype)
-        return Model(config, weights.params, None, None, weights.digest, dtype, uri)
+        return Model(config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri)
+    try:
+        source, tokenizer, template = _open(scheme, rest)
+        chat = None if tokenizer is None else chat_lib.Chat(tokenizer, _style(template, source.config, source.origin))
+    except errors.KVGraftError:
+        raise
+    except _MALFORMED as error:
+        raise errors.WeightsError(
+            f"{uri}: its configuration, header or tokenizer holds a value of a kind that no export writes "
+            f"({type(error).__name__}: {str(error)[:200]}); export or download it again"
+        ) from error
+    weights = assemble.assemble(source, as_dtype)
+    host_memory.trim()
+    return Model(source.config, flax.core.freeze(weights.params), tokenizer, chat, weights.digest, dtype, uri)
+
+
+def _open(scheme: str, rest: str) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, str]:
+    """The opened checkpoint, its tokenizer and its chat template ("" where it has none)."""
     if scheme == "hf":
         source = safetensors_file.open_directory(rest)
-        tokenizer = tokenizer_lib.from_directory(pathlib.Path(source.origin))
-        template = _directory_template(pathlib.Path(source.origin))
-    elif scheme == "orbax":
+        directory = pathlib.Path(source.origin)
+        return source, tokenizer_lib.from_directory(directory), _directory_template(directory)
+    if scheme == "orbax":
         source = orbax_directory.open_directory(rest)
-        tokenizer, template = orbax_directory.find_tokenizer(source), ""
-    else:
-        source = gguf_file.open_file(str(package.find_file(rest)) if scheme == "package" else rest)
-        tokenizer = tokenizer_lib.from_gguf(source.header.metadata, source.origin)
-        template = str(source.header.metadata.get("tokenizer.chat_template", ""))
-    chat = None if tokenizer is None else chat_lib.Chat(tokenizer, _style(template, source.config, source.origin))
-    weights = assemble.assemble(source, as_dtype)
-    return Model(source.config, weights.params, tokenizer, chat, weights.digest, dtype, uri)
+        return source, orbax_directory.find_tokenizer(source), ""
+    source = gguf_file.open_file(str(package.find_file(rest)) if scheme == "package" else rest)
+    metadata = source.header.metadata
+    template = str(metadata.get("tokenizer.chat_template", ""))
+    return source, tokenizer_lib.from_gguf(metadata, source.origin), template
 
 
 def _checked_dtype(dtype: str) -> np.dtype:
@@ -115,7 +131,7 @@ def _checked_dtype(dtype: str) -> np.dtype:
         raise errors.ConfigError(
             "dtype: got 'float16', in which Gemma's activations overflow; wanted bfloat16 or float32"
         )
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise errors.ConfigError(f"dtype: got {dtype!r}, wanted one of {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
 
@@ -130,8 +146,8 @@ def _random_config(rest: str) -> tuple[config_lib.GemmaConfig, int]:
     for key, text in pairs:
         if key not in ("seed", *_CUTS) or key in values:
             raise errors.ConfigError(f"model URI: got {key!r} twice or unknown, wanted seed, {', '.join(_CUTS)}")
-        if not (text.isascii() and text.isdecimal()):
-            raise errors.ConfigError(f"model URI: {key}: got {text!r}, wanted a whole number")
+        if not (text.isascii() and text.isdecimal() and len(text) < 11):
+            raise errors.ConfigError(f"model URI: {key}: got {text[:40]!r}, wanted a whole number of at most 10 digits")
         values[key] = int(text)
     seed = values.pop("seed", 0)
     return random_init.cut(configurations.get(name), **values), seed

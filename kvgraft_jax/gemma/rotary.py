@@ -15,7 +15,9 @@ import numpy as np
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
 
-RULES = ("reference", "correct")
+REFERENCE, CORRECT = "reference", "correct"
+RULES = (REFERENCE, CORRECT)
+ENGINE_RULE = REFERENCE
 
 
 @jax.tree_util.register_dataclass
@@ -40,18 +42,18 @@ class RotaryTables:
     full: RotaryTable
 
 
-def rotary_frequencies(head_dim: int, rotary: config_lib.RotaryConfig, *, rule: str = "reference") -> np.ndarray:
+def rotary_frequencies(head_dim: int, rotary: config_lib.RotaryConfig, *, rule: str = ENGINE_RULE) -> np.ndarray:
     """Angle per position of each rotary pair.
 
     Math: f_i = base^(-2i/H) / scale (RoFormer, arXiv 2104.09864, eq. 15; linear scaling as in Gemma 3's report) for
       the first fraction * R pairs, 0 for the others. The exponent's denominator is the whole head width.
-    Exact: 'reference' rounds where the released models' reference code does: RN32(1 / RN32(base^(2i/H))), the power
-      taken in float64. 'correct' rounds the real number once.
+    Exact: 'reference' rounds where the released models' reference code does: RN32(RN32(1 / RN32(base^(2i/H))) / scale),
+      the power taken in float64. 'correct' rounds the real number once.
 
     Args:
       head_dim: H, even.
       rotary: base and scale.
-      rule: one of `RULES`; the engine uses 'reference'.
+      rule: one of `RULES`; the engine uses `ENGINE_RULE`.
 
     Returns:
       float32 [R], radians per position.
@@ -65,7 +67,7 @@ def rotary_frequencies(head_dim: int, rotary: config_lib.RotaryConfig, *, rule: 
         raise errors.ConfigError(f"rotary rule: got {rule!r}, wanted one of {RULES}")
     exponent_R = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     power_R = np.float64(rotary.base) ** exponent_R
-    if rule == "correct":
+    if rule == CORRECT:
         frequency_R = (1.0 / (power_R * rotary.scale)).astype(np.float32)
     else:
         frequency_R = np.float32(1) / power_R.astype(np.float32) / np.float32(rotary.scale)

@@ -77,8 +77,8 @@ class Programs:
 
     Attributes:
       step: (params, tables, cache, tokens_T int32 [W], start int32, count int32) -> StepResult; the cache is donated.
-      head: (params, hidden_TxD [W, D], lane int32) -> float32 [head_lanes, V] logits of the lanes from `lane` on,
-        wrapping around; callers read the rows they need.
+      head: (params, hidden_TxD [W, D], lane int32) -> float32 [head_lanes, V] logits of the lanes from `lane` on;
+        rows past the last lane repeat it.
     """
 
     def __init__(self, config: StepConfig):
@@ -92,7 +92,7 @@ class Programs:
         return StepResult(hidden_TxD, cache)
 
     def _head(self, params, hidden_TxD, lane) -> jax.Array:
-        lane_B = (lane + jnp.arange(self.config.head_lanes, dtype=jnp.int32)) % self.config.width
+        lane_B = lane + jnp.arange(self.config.head_lanes, dtype=jnp.int32)
         hidden_BxD = jnp.take(hidden_TxD, lane_B, axis=0, mode="clip")
         return self._model.apply({"params": params}, hidden_BxD, method=self._model.head)
 
@@ -133,7 +133,6 @@ def programs(config: StepConfig) -> Programs:
     return Programs(config)
 
 
-@jax.jit
 def copy_cache(cache: cache_lib.Cache) -> cache_lib.Cache:
     """A cache with buffers of its own, so that a step may be given (and destroy) it while the original lives on."""
     return jax.tree.map(jnp.copy, cache)

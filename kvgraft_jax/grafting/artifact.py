@@ -68,6 +68,9 @@ class KVStack:
         """Positions of the rows."""
         return range(self.start, self.start + self.shape[2])
 
+    def __reduce__(self):
+        return KVStack, (self.kind, self.layers, self.start, self.kv_Lx2xSxKxH)
+
     def __repr__(self) -> str:
         return f"KVStack({self.kind}, layers {self.layers}, start {self.start}, {self.dtype}{list(self.shape)})"
 
@@ -76,7 +79,7 @@ class KVStack:
 class Artifact:
     """A deposit: what a frozen model computed for some tokens, byte for byte. Equal and hashed by `artifact_id`.
 
-    Arrays are copied unless they own their memory and are read-only already; no source can change them afterwards.
+    Arrays are copied onto immutable memory; no source, and no flag, can change them afterwards.
 
     Attributes:
       policy: "visible" (sliding layers keep the rows that a next token can see) or "full" (every row).
@@ -118,6 +121,9 @@ class Artifact:
         object.__setattr__(self, "stacks", stacks)
         object.__setattr__(self, "logits_V", logits_V)
         object.__setattr__(self, "provenance", types.MappingProxyType(dict(self.provenance)))
+
+    def __reduce__(self):
+        return Artifact, (self.policy, self.token_ids, self.stacks, self.logits_V, self.pin, dict(self.provenance))
 
     @property
     def length(self) -> int:
@@ -217,14 +223,13 @@ def _entry(array: np.ndarray) -> manifest_lib.ArrayEntry:
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
-    """A read-only view of the array's bytes in C order, copied where anyone could still write to them."""
+    """The array on memory that nobody can ever write to: a copy, unless it stands on such memory already."""
     owner = array
-    while isinstance(owner.base, np.ndarray) and not owner.flags.writeable:
+    while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    if owner.flags.writeable or owner.base is not None or not array.flags.c_contiguous:
-        array = np.array(array, order="C")
-        array.setflags(write=False)
-    return array.view()
+    if isinstance(owner.base, bytes) and array.flags.c_contiguous:
+        return array
+    return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
 
 
 def _first_nan(array: np.ndarray) -> tuple[int, ...] | None:

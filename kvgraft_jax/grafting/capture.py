@@ -12,11 +12,7 @@ from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
-from kvgraft_jax.grafting import rows
-
-VISIBLE = "visible"
-FULL = "full"
-POLICIES = (VISIBLE, FULL)
+from kvgraft_jax.grafting import manifest, rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +34,17 @@ def plan_capture(state: state_lib.State, policy: str) -> tuple[CapturePlan, ...]
       ConfigError: unknown policy.
       WindowError: "full" of a state whose older sliding rows were never restored.
     """
-    if policy not in POLICIES:
-        raise errors.ConfigError(f"policy: got {policy!r}, wanted one of {POLICIES}")
-    if policy == FULL and state.first_row:
+    if policy not in manifest.POLICIES:
+        raise errors.ConfigError(f"policy: got {policy!r}, wanted one of {manifest.POLICIES}")
+    if policy == manifest.FULL and state.first_row:
         raise errors.WindowError(
             f"policy 'full' needs rows 0 to {state.length - 1} of every sliding layer, but this state was grafted from "
             f"an artifact that begins at row {state.first_row} there; capture 'visible', or prefill the text again"
         )
-    config = state.step_config.model
     plans = []
-    for kind, attention in ((config_lib.SLIDING, config.sliding), (config_lib.FULL, config.full)):
-        layers = rows.layers_of_kind(config, kind)
-        start = 0 if policy == FULL else first_visible_row(attention, state.length)
-        if layers:
-            plans.append(CapturePlan(kind, layers, start))
+    for kind in state.step_config.model.kinds:
+        start = 0 if policy == manifest.FULL else first_visible_row(kind.attention, state.length)
+        plans.append(CapturePlan(kind.name, kind.layers, start))
     return tuple(plans)
 
 
@@ -77,7 +70,7 @@ def read_stacks(state: state_lib.State, policy: str) -> tuple[artifact_lib.KVSta
 
 
 def capture(
-    state: state_lib.State, pin: pin_lib.Pin, provenance: Mapping[str, str | int], *, policy: str = VISIBLE
+    state: state_lib.State, pin: pin_lib.Pin, provenance: Mapping[str, str | int], *, policy: str = manifest.VISIBLE
 ) -> artifact_lib.Artifact:
     """The artifact of a state.
 
@@ -85,7 +78,7 @@ def capture(
       state: what to deposit.
       pin: of the engine that made it.
       provenance: flat notes: who, why, digest of the source.
-      policy: one of `POLICIES`.
+      policy: one of `manifest.POLICIES`.
 
     Returns:
       Token ids, K/V rows, next-token logits, pin and provenance, on the host.

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvgraft_jax import digest, errors
 from kvgraft_jax.gemma import state as state_lib
-from kvgraft_jax.grafting import capture
+from kvgraft_jax.grafting import capture, manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +19,14 @@ class StateHashes:
     kv_sha256: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
     """How two states differ.
 
     Attributes:
       a, b: hashes of both.
       kl_nats: KL(a || b) of the next-token distributions, in nats, computed in float64.
-      max_abs_logit: largest absolute difference of the logits.
+      max_abs_logit_diff: largest absolute difference of the logits.
       argmax_agree: both would decode the same next token.
       tokens_equal: both hold the same tokens.
       exact: neither state descends from an inexact graft.
@@ -36,7 +36,7 @@ class Comparison:
     a: StateHashes
     b: StateHashes
     kl_nats: float
-    max_abs_logit: float
+    max_abs_logit_diff: float
     argmax_agree: bool
     tokens_equal: bool
     exact: bool
@@ -57,7 +57,7 @@ class Comparison:
         """Tokens, logits and K/V rows agree in every bit."""
         return self.tokens_equal and self.logits_equal and self.kv_equal
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         def row(name: str, a: str, b: str, verdict: str) -> str:
             return f"  {name:<14} {a:<18} {b:<18} {verdict}"
 
@@ -71,7 +71,7 @@ class Comparison:
                 row("logits SHA-256", self.a.logits_sha256[:16], self.b.logits_sha256[:16], same(self.logits_equal)),
                 row("K/V SHA-256", self.a.kv_sha256[:16], self.b.kv_sha256[:16], same(self.kv_equal)),
                 row("KL (nats)", "", "", repr(self.kl_nats)),
-                row("max |logit|", "", "", repr(self.max_abs_logit)),
+                row("max |a - b|", "", "", repr(self.max_abs_logit_diff)),
                 row("argmax", "", "", "agrees" if self.argmax_agree else "DIFFERENT"),
                 *([] if self.exact else [row("exact", "", "", "false: a graft across machines or programs")]),
             ]
@@ -83,7 +83,7 @@ def logits_sha256(logits_V: np.ndarray) -> str:
     return digest.bytes_digest(digest.array_bytes(np.asarray(logits_V, np.float32)))
 
 
-def hashes(state: state_lib.State, *, policy: str = capture.VISIBLE) -> StateHashes:
+def hashes(state: state_lib.State, *, policy: str = manifest.VISIBLE) -> StateHashes:
     """Hashes of a state.
 
     The K/V hash covers, of every layer, the rows that the policy keeps: by default those that a next token can still
@@ -113,11 +113,12 @@ def kl_nats(logits_a_V: np.ndarray, logits_b_V: np.ndarray) -> float:
     return float(np.sum(np.exp(log_p_V) * (log_p_V - log_q_V)))
 
 
-def compare(state_a: state_lib.State, state_b: state_lib.State, *, policy: str = capture.VISIBLE) -> Comparison:
+def compare(state_a: state_lib.State, state_b: state_lib.State, *, policy: str = manifest.VISIBLE) -> Comparison:
     """Compares two states of the same model; the result prints as a table.
 
     Raises:
       InputError: states of models with different vocabularies.
+      CaptureError: a compared row holds NaN.
       WindowError: policy "full" where one of them lacks the older sliding rows.
     """
     a_V, b_V = np.asarray(state_a.logits), np.asarray(state_b.logits)
@@ -127,7 +128,7 @@ def compare(state_a: state_lib.State, state_b: state_lib.State, *, policy: str =
         a=hashes(state_a, policy=policy),
         b=hashes(state_b, policy=policy),
         kl_nats=kl_nats(a_V, b_V),
-        max_abs_logit=float(np.max(np.abs(a_V.astype(np.float64) - b_V.astype(np.float64)))),
+        max_abs_logit_diff=float(np.max(np.abs(a_V.astype(np.float64) - b_V.astype(np.float64)))),
         argmax_agree=bool(np.argmax(a_V) == np.argmax(b_V)),
         tokens_equal=state_a.token_ids == state_b.token_ids,
         exact=state_a.exact and state_b.exact,

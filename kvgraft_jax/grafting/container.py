@@ -80,16 +80,19 @@ def seal(entry: pathlib.Path, artifact_id: str) -> None:
         _flush(folder)
 
 
-def verify(entry: pathlib.Path, artifact_id: str) -> dict[str, int]:
-    """Compares a container with its seal.
+def verify(entry: pathlib.Path, artifact_id: str, check_sizes: Callable[[dict[str, int]], None]) -> None:
+    """Compares a container with its seal: names and sizes of its files first, then their content.
 
     Exact: one flipped bit, a missing, added, shortened or lengthened file, and any link are found, wherever they are.
 
-    Returns:
-      Size in bytes of each file, by its relative path; the seal itself is not among them.
+    Args:
+      entry: the container.
+      artifact_id: for messages, and named in the seal.
+      check_sizes: called before any content is hashed with the size in bytes of each file but the seal, by relative
+        path; it raises where they cannot be right, so that nobody makes a reader hash terabytes.
 
     Raises:
-      IntegrityError: names the first file that is not as sealed.
+      IntegrityError: names the first file that is not as sealed; and what `check_sizes` raises.
     """
     found = _walk(entry, artifact_id)
     sealed = _read_seal(entry, found.pop(SEAL, None), artifact_id)
@@ -100,11 +103,11 @@ def verify(entry: pathlib.Path, artifact_id: str) -> dict[str, int]:
             raise errors.IntegrityError(artifact_id, name, f"{SEAL} does not list this file")
         if sealed[name]["bytes"] != found[name]:
             raise errors.IntegrityError(artifact_id, name, f"has {found[name]} bytes, wanted {sealed[name]['bytes']}")
+    check_sizes(found)
     names = sorted(found, key=found.__getitem__, reverse=True)
     for name, sha256 in zip(names, _digests([entry / name for name in names]), strict=True):
         if sealed[name]["sha256"] != sha256:
             raise errors.IntegrityError(artifact_id, name, f"SHA-256 is {sha256}, wanted {sealed[name]['sha256']}")
-    return found
 
 
 def _read_seal(entry: pathlib.Path, size: int | None, artifact_id: str) -> dict[str, dict[str, Any]]:

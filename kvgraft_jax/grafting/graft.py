@@ -59,6 +59,10 @@ def plan_graft(
       IntegrityError: layers, rows or shapes that this model does not have.
       WindowError: the sliding rows do not reach back as far as the next token sees.
     """
+    if not isinstance(artifact, artifact_lib.Artifact):
+        raise errors.InputError(
+            f"artifact: got a {type(artifact).__name__}, wanted an Artifact; load_artifact(directory, id) gives one"
+        )
     differences = pin_lib.diff(pin, artifact.pin)
     refused = [d for d in differences if not (allow_inexact and d.field.split(".")[0] in MACHINE_FIELDS)]
     if refused:
@@ -73,48 +77,47 @@ def plan_graft(
     if len(artifact.logits_V) != model.vocab_size:
         raise _foreign(artifact, "logits", f"{len(artifact.logits_V)} entries, wanted {model.vocab_size}")
     stacks = {stack.kind: stack for stack in artifact.stacks}
-    for kind, attention in ((config_lib.SLIDING, model.sliding), (config_lib.FULL, model.full)):
-        wanted_layers = rows.layers_of_kind(model, kind)
-        stack = stacks.pop(kind, None)
-        if (stack.layers if stack else ()) != wanted_layers:
-            raise _foreign(artifact, kind, f"layers {stack.layers if stack else ()}, wanted {wanted_layers}")
-        if stack is None:
-            continue
-        wanted = (len(wanted_layers), 2, artifact.length - stack.start, attention.num_kv_heads, attention.head_dim)
-        if stack.kv_Lx2xSxKxH.shape != wanted or stack.kv_Lx2xSxKxH.dtype != config.jnp_dtype:
-            got = f"{stack.kv_Lx2xSxKxH.dtype}{list(stack.kv_Lx2xSxKxH.shape)}"
-            raise _foreign(artifact, kind, f"{got}, wanted {config.dtype}{list(wanted)}")
-        needed = capture.first_visible_row(attention, artifact.length)
+    for kind in model.kinds:
+        stack = stacks.pop(kind.name, None)
+        if stack is None or stack.layers != kind.layers:
+            held = stack.layers if stack else ()
+            raise _foreign(artifact, kind.name, f"layers {held}, wanted {kind.layers}")
+        heads = (kind.attention.num_kv_heads, kind.attention.head_dim)
+        wanted = (len(kind.layers), 2, artifact.length - stack.start, *heads)
+        if stack.shape != wanted or stack.dtype != config.dtype:
+            raise _foreign(
+                artifact, kind.name, f"{stack.dtype}{list(stack.shape)}, wanted {config.dtype}{list(wanted)}"
+            )
+        needed = capture.first_visible_row(kind.attention, artifact.length)
         if stack.start > needed:
             raise errors.WindowError(
-                f"artifact {artifact.artifact_id}: {kind} layers begin at row {stack.start}, but the next token sees "
-                f"rows from {needed} on; deposit the text again"
+                f"artifact {artifact.artifact_id}: {kind.name} layers begin at row {stack.start}, but the next token "
+                f"sees rows from {needed} on; deposit the text again"
             )
+    for name, stack in stacks.items():
+        raise _foreign(artifact, name, f"layers {stack.layers}, wanted none")
     return not differences
 
 
-def apply_graft(artifact: artifact_lib.Artifact, cache: cache_lib.Cache, kv_block: int) -> cache_lib.Cache:
-    """The cache (donated) with the artifact's rows at their own positions.
+def apply_graft(artifact: artifact_lib.Artifact, num_slots: int) -> cache_lib.Cache:
+    """A fresh cache that holds the artifact's rows at their own positions.
 
     Exact: bit-exact copy of every row.
     """
-    layers = list(cache.layers)
+    layers: dict[int, cache_lib.LayerCache] = {}
     for stack in artifact.stacks:
-        chosen = tuple(layers[index] for index in stack.layers)
-        grafted = rows.write_rows(chosen, stack.kv_Lx2xSxKxH, stack.start, kv_block)
-        for index, layer in zip(stack.layers, grafted, strict=True):
-            layers[index] = layer
-    return cache_lib.Cache(tuple(layers))
+        placed = rows.placed_rows(stack.kv_Lx2xSxKxH, stack.start, num_slots)
+        layers.update(zip(stack.layers, placed, strict=True))
+    return cache_lib.Cache(tuple(layers[index] for index in sorted(layers)))
 
 
 def graft(
     artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, capacity: int, *, exact: bool
 ) -> state_lib.State:
     """The state that the artifact was captured from, in a fresh context; `exact` is what `plan_graft` returned."""
-    cache = cache_lib.make_cache(config.model, capacity + config.width, config.jnp_dtype)
     sliding_starts = [stack.start for stack in artifact.stacks if stack.kind == config_lib.SLIDING]
     return state_lib.State(
-        cache=apply_graft(artifact, cache, config.kv_block),
+        cache=apply_graft(artifact, capacity + config.width),
         token_ids=artifact.token_ids,
         logits=jnp.array(artifact.logits_V),
         step_config=config,

@@ -25,6 +25,8 @@ POLICIES = (VISIBLE, FULL)
 KINDS = (config.SLIDING, config.FULL)
 KV_DTYPES = ("bfloat16", "float32")
 
+MAX_PROVENANCE_CHARACTERS = 1 << 20
+
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _INT64 = 1 << 63
@@ -194,6 +196,10 @@ def check_provenance(provenance: Mapping[str, str | int]) -> None:
     """Raises `InputError` unless the provenance is flat: non-empty names to strings or 64-bit integers."""
     if not isinstance(provenance, Mapping):
         raise errors.InputError(f"provenance: got {provenance!r}, wanted a mapping of names to strings or integers")
+    if sum(len(str(part)) for item in provenance.items() for part in item) > MAX_PROVENANCE_CHARACTERS:
+        raise errors.InputError(
+            f"provenance: wanted at most {MAX_PROVENANCE_CHARACTERS:,} characters; name a file instead"
+        )
     for key, value in provenance.items():
         if type(key) is not str or not key:
             raise errors.InputError(f"provenance: got the name {key!r}, wanted a string that is not empty")
@@ -201,6 +207,8 @@ def check_provenance(provenance: Mapping[str, str | int]) -> None:
             raise errors.InputError(
                 f"provenance {key!r}: got {value!r} of type {type(value).__name__}, wanted a string or a 64-bit integer"
             )
+        if not digest.is_unicode(f"{key}{value}"):
+            raise errors.InputError(f"provenance {key!r}: got {value!r}, wanted Unicode text without lone surrogates")
 
 
 def is_id(text: Any) -> bool:

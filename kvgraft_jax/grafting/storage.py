@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import contextlib
-import json
 import logging
 import os
 import pathlib
@@ -28,7 +27,10 @@ _MAX_MANIFEST_BYTES = 1 << 24
 _ARRAYS = "arrays"
 _STATE = "state"
 _ZARRAY = ".zarray"
+_MAX_NOTE_BYTES = 1 << 20
+_MAX_ZARRAY_BYTES = 1 << 16
 _ORBAX = threading.Lock()  # A save waits for signals under the number of the latest save or load in the process.
+_OTHER_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _ZARR_DTYPES = {"bfloat16": "bfloat16", "float32": "<f4", "int32": "<i4"}
 
 
@@ -46,7 +48,8 @@ def save_artifact(artifact: artifact_lib.Artifact, directory: str | os.PathLike[
       The artifact id, under which it can be loaded.
 
     Raises:
-      StorageError: it could not be written; nothing of it is left, and earlier entries are as they were.
+      StorageError: it could not be written, or an earlier entry of that id not be read; nothing of it is left, and
+        earlier entries are as they were.
     """
     artifact_id = artifact.artifact_id
     place = pathlib.Path(os.path.abspath(directory), artifact_id)
@@ -58,7 +61,7 @@ def save_artifact(artifact: artifact_lib.Artifact, directory: str | os.PathLike[
             container.seal(entry, artifact_id)
             _read(entry, artifact_id)
             container.publish(entry, place, lambda: _is_intact(place))
-    except MemoryError:
+    except (errors.StorageError, MemoryError):
         raise
     except Exception as error:
         raise errors.StorageError(
@@ -81,6 +84,7 @@ def load_artifact(directory: str | os.PathLike[str], artifact_id: str) -> artifa
       InputError: `artifact_id` is not written like one; the disk was not touched.
       ArtifactNotFound: no such entry.
       IntegrityError: names the file, manifest field or array (and leaf) that is not what was deposited.
+      StorageError: the entry could not be read: no permission, a failing disk, too many open files.
     """
     if not manifest_lib.is_id(artifact_id):
         raise errors.InputError(f"artifact id: got {artifact_id!r}, wanted 64 lower-case hexadecimal digits")
@@ -96,11 +100,17 @@ def load_artifact(directory: str | os.PathLike[str], artifact_id: str) -> artifa
 
 
 def list_artifacts(directory: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Ids of the entries in a directory, sorted; not checked. Empty if there is no such directory."""
+    """Ids of the entries in a directory, sorted; not checked. Empty if there is no such directory.
+
+    Raises:
+      StorageError: the directory could not be read.
+    """
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return ()
+    except OSError as error:
+        raise _unreadable(directory, error) from error
     return tuple(sorted(filter(manifest_lib.is_id, names)))
 
 
@@ -110,6 +120,13 @@ def _is_intact(place: pathlib.Path) -> bool:
     except errors.IntegrityError:
         return False
     return True
+
+
+def _unreadable(path: str | os.PathLike[str], error: OSError) -> errors.StorageError:
+    return errors.StorageError(
+        f"{path} could not be read, which says nothing about what is in it. Make it readable and try again. "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 def _write(entry: pathlib.Path, artifact: artifact_lib.Artifact) -> None:
@@ -125,17 +142,28 @@ def _write(entry: pathlib.Path, artifact: artifact_lib.Artifact) -> None:
 
 
 def _read(entry: pathlib.Path, artifact_id: str) -> artifact_lib.Artifact:
-    """Reads and checks an entry wherever it stands; whatever goes wrong is an `IntegrityError`."""
-    try:
-        sizes = container.verify(entry, artifact_id)
+    """Reads and checks an entry wherever it stands.
+
+    Whatever is wrong with it is an `IntegrityError`; what keeps it from being read says nothing about it.
+    """
+    manifests: list[manifest_lib.Manifest] = []
+
+    def check_sizes(sizes: dict[str, int]) -> None:
+        """The manifest proves itself by the id that follows from it; the other files must have the sizes it implies."""
         if not sizes.get(_MANIFEST, 0) <= _MAX_MANIFEST_BYTES:
             raise errors.IntegrityError(artifact_id, _MANIFEST, f"larger than {_MAX_MANIFEST_BYTES} bytes")
-        manifest = manifest_lib.read((entry / _MANIFEST).read_bytes(), artifact_id)
-        _check_layout(entry, manifest, sizes)
+        manifests.append(manifest_lib.read((entry / _MANIFEST).read_bytes(), artifact_id))
+        _check_layout(entry, manifests[0], sizes)
+
+    try:
+        container.verify(entry, artifact_id, check_sizes)
+        (manifest,) = manifests
         return _artifact(manifest, _load_arrays(entry / _ARRAYS, manifest))
     except (errors.IntegrityError, MemoryError):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and not isinstance(error, _OTHER_FILES):
+            raise _unreadable(entry, error) from error
         raise errors.IntegrityError(artifact_id, str(entry), f"{type(error).__name__}: {error}") from error
 
 
@@ -143,7 +171,11 @@ def _check_layout(entry: pathlib.Path, manifest: manifest_lib.Manifest, sizes: d
     """Compares what Orbax noted about each array, and the bytes that it has on disk, with what the manifest says."""
     for name, array in manifest.arrays.items():
         folder = f"{_ARRAYS}/{_STATE}/{name}/"
-        noted = json.loads((entry / folder / _ZARRAY).read_bytes())
+        if not 0 < sizes.get(folder + _ZARRAY, 0) <= _MAX_ZARRAY_BYTES:
+            raise errors.IntegrityError(
+                manifest.artifact_id, folder + _ZARRAY, f"missing, empty or larger than {_MAX_ZARRAY_BYTES} bytes"
+            )
+        noted = digest.parse_json((entry / folder / _ZARRAY).read_bytes())
         wanted = {
             "shape": list(array.shape),
             "chunks": list(array.shape),
@@ -162,6 +194,10 @@ def _check_layout(entry: pathlib.Path, manifest: manifest_lib.Manifest, sizes: d
             raise errors.IntegrityError(
                 manifest.artifact_id, name, f"{stored} bytes on disk, wanted {array.nbytes} for shape {array.shape}"
             )
+    of_arrays = tuple(f"{_ARRAYS}/{_STATE}/{name}/" for name in manifest.arrays)
+    for path, size in sizes.items():
+        if path != _MANIFEST and not path.startswith(of_arrays) and size > _MAX_NOTE_BYTES:
+            raise errors.IntegrityError(manifest.artifact_id, path, f"{size} bytes, wanted at most {_MAX_NOTE_BYTES}")
 
 
 def _load_arrays(path: pathlib.Path, manifest: manifest_lib.Manifest) -> dict[str, np.ndarray]:
@@ -194,7 +230,7 @@ def _artifact(manifest: manifest_lib.Manifest, arrays: dict[str, np.ndarray]) ->
 
 @contextlib.contextmanager
 def _orbax() -> Iterator[None]:
-    """One thread at a time; plain files, one chunk per array, no extras: what saves fastest and loads as fast.
+    """One thread at a time; plain files, one chunk per array, no extras.
 
     Orbax's log is held back meanwhile: it warns on every save that this layout has nothing to merge, and prints the
     traces of errors that are raised here anyway.

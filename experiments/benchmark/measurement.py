@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -24,6 +24,7 @@ from experiments.benchmark import peer as peer_lib
 import kvgraft_jax as kg
 from kvgraft_jax import digest
 from kvgraft_jax import engine as engine_lib
+from kvgraft_jax import pin as pin_lib
 
 _Result = typing.TypeVar("_Result")
 
@@ -92,6 +93,27 @@ class Settings:
         return tuple(dict.fromkeys(shapes))
 
 
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run leaves behind.
+
+    Attributes:
+      measured: every figure.
+      pin: of the engine.
+      token_ids: context and question.
+      state_digest: of the context's artifact.
+      peer: what the worker ran; None without peers.
+      load_average: of the machine, before and after.
+    """
+
+    measured: report.Measured
+    pin: pin_lib.Pin
+    token_ids: Sequence[int]
+    state_digest: str
+    peer: peer_lib.Description | None
+    load_average: Mapping[str, float]
+
+
 def run(settings: Settings, model: kg.Model, out: pathlib.Path, peers_python: pathlib.Path | None) -> harness.Findings:
     """Measures everything that the settings ask for.
 
@@ -114,60 +136,83 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path, peers_python: pa
             _say("transformers: loading the same weights")
             export.export(model, scratch / "export")
             peer = stack.enter_context(peer_lib.Transformers(peers_python, scratch / "export", settings.peer_threads))
-        once_s: dict[str, float] = {}
-        memory = None
-        if settings.memory_tokens:
-            _say("resident memory, in processes of their own")
-            memory = memory_lib.measure(settings.model, settings.dtype, settings.capacity, settings.memory_tokens)
-            once_s["load_model"] = memory.load_s
-        width, kv_block = settings.engine_shape
-        engine, once_s["Engine"] = _once(
-            lambda: kg.Engine(model, capacity=settings.capacity, width=width, kv_block=kv_block)
-        )
-        _, once_s["Engine.pin"] = _once(lambda: engine.pin)
-        texts = ours_lib.texts(model, settings.prompt_tokens, settings.context_tokens, settings.question_tokens)
-        ours = ours_lib.Ours(engine, texts, settings.decode_tokens, scratch)
-        _say("parts of prefill, deposit and graft")
-        parts = ours.parts(settings.step_starts, settings.repeats)
-        artifact = ours.load()
-        tasks = {}
-        for task, contenders in _contenders(engine, ours, settings, peer).items():
-            _say(f"{task}: {'; '.join(contenders)}; {settings.repeats} turns each")
-            tasks[task] = timing.take_turns(contenders, settings.repeats)
-        next_tokens = {}
-        if peer is not None:
-            next_tokens[claims_lib.OURS] = int(np.argmax(engine.prefill(texts.prompt).logits))
-            next_tokens |= {_name(dtype): peer.next_token(dtype, texts.prompt) for dtype in peer_lib.DTYPES}
-        measured = report.Measured(
-            tokens={
-                claims_lib.PREFILL_PROMPT: settings.prompt_tokens,
-                claims_lib.PREFILL_CONTEXT: settings.context_tokens,
-                claims_lib.FIRST_TOKEN: settings.context_tokens + settings.question_tokens,
-                claims_lib.DECODE: settings.decode_tokens,
-            },
-            tasks=tasks,
-            parts=parts,
-            once_s=once_s,
-            artifact_bytes={"arrays": artifact.nbytes, "files": ours.disk_bytes()},
-            memory=memory,
-            curve=tuple(_curve_point(model, settings, *shape, scratch) for shape in settings.curve_shapes),
-            next_tokens=next_tokens,
-        )
-    figures = report.figures(measured)
-    figures["load average"] = {"before": load_before, "after": os.getloadavg()[0]}
-    if peer is not None:
-        figures["peer"] = {**peer.description.versions, "threads": peer.description.threads}
-    return harness.Findings(
-        holds=measured.holds,
-        figures=figures,
-        pin=engine.pin,
-        inputs={
-            "weights_sha256": model.digest,
-            "token_ids_sha256": digest.json_digest([*texts.context, *texts.question]),
-        },
-        outputs={"state_sha256": artifact.state_digest},
-        rows=report.rows(measured),
+        outcome = _measure(settings, model, scratch, peer, load_before)
+    return _findings(model, outcome)
+
+
+def _measure(
+    settings: Settings,
+    model: kg.Model,
+    scratch: pathlib.Path,
+    peer: peer_lib.Transformers | None,
+    load_before: float,
+) -> Outcome:
+    """Memory, one-time work, parts, tasks, curve."""
+    once_s: dict[str, float] = {}
+    memory = None
+    if settings.memory_tokens:
+        _say("resident memory, in processes of their own")
+        memory = memory_lib.measure(settings.model, settings.dtype, settings.capacity, settings.memory_tokens)
+        once_s["load_model"] = memory.load_s
+    width, kv_block = settings.engine_shape
+    engine, once_s["Engine"] = _once(
+        lambda: kg.Engine(model, capacity=settings.capacity, width=width, kv_block=kv_block)
     )
+    _, once_s["Engine.pin"] = _once(lambda: engine.pin)
+    texts = ours_lib.texts(model, settings.prompt_tokens, settings.context_tokens, settings.question_tokens)
+    ours = ours_lib.Ours(engine, texts, settings.decode_tokens, scratch)
+    _say("parts of prefill, deposit and graft")
+    parts = ours.parts(settings.step_starts, settings.repeats)
+    artifact = ours.load()
+    tasks = {}
+    for task, contenders in _contenders(engine, ours, settings, peer).items():
+        _say(f"{task}: {'; '.join(contenders)}; {settings.repeats} turns each")
+        tasks[task] = timing.take_turns(contenders, settings.repeats)
+    measured = report.Measured(
+        tokens={
+            claims_lib.PREFILL_PROMPT: settings.prompt_tokens,
+            claims_lib.PREFILL_CONTEXT: settings.context_tokens,
+            claims_lib.FIRST_TOKEN: settings.context_tokens + settings.question_tokens,
+            claims_lib.DECODE: settings.decode_tokens,
+        },
+        tasks=tasks,
+        parts=parts,
+        once_s=once_s,
+        artifact_bytes={"arrays": artifact.nbytes, "files": ours.disk_bytes()},
+        memory=memory,
+        curve=tuple(_curve_point(model, settings, *shape, scratch) for shape in settings.curve_shapes),
+        next_tokens=_next_tokens(engine, texts, peer),
+    )
+    return Outcome(
+        measured,
+        engine.pin,
+        [*texts.context, *texts.question],
+        artifact.state_digest,
+        None if peer is None else peer.description,
+        {"before": load_before, "after": os.getloadavg()[0]},
+    )
+
+
+def _findings(model: kg.Model, outcome: Outcome) -> harness.Findings:
+    figures = {**report.figures(outcome.measured), "load average": outcome.load_average}
+    if outcome.peer is not None:
+        figures["peer"] = {**outcome.peer.versions, "threads": outcome.peer.threads}
+    return harness.Findings(
+        holds=outcome.measured.holds,
+        figures=figures,
+        pin=outcome.pin,
+        inputs={"weights_sha256": model.digest, "token_ids_sha256": digest.json_digest(outcome.token_ids)},
+        outputs={"state_sha256": outcome.state_digest},
+        rows=report.rows(outcome.measured),
+    )
+
+
+def _next_tokens(engine: kg.Engine, texts: ours_lib.Texts, peer: peer_lib.Transformers | None) -> dict[str, int]:
+    """The greedy token after the prompt, by contender; empty without peers."""
+    if peer is None:
+        return {}
+    ours = {claims_lib.OURS: int(np.argmax(engine.prefill(texts.prompt).logits))}
+    return ours | {_name(dtype): peer.next_token(dtype, texts.prompt) for dtype in peer_lib.DTYPES}
 
 
 def _contenders(
