@@ -84,7 +84,15 @@ def open_file(path: str) -> GGUFSource:
                 f"{path}: {', '.join(names[:8])}: {kind.name} cannot be dequantised by the installed gguf package; "
                 "use another quantisation, for example Q8_0 or BF16"
             ) from None
-    names = {name: _public_name(name) for name in header.tensors}
+    names: dict[str, str] = {}
+    for name in header.tensors:
+        public = _public_name(name)
+        twin = next((other for other, taken in names.items() if taken == public), None)
+        if twin is not None:
+            raise errors.WeightsError(
+                f"{path}: {twin} and {name} are both {public}; wanted one, convert the model again"
+            )
+        names[name] = public
     return GGUFSource(
         config,
         header,
