@@ -2,7 +2,7 @@
 
   python -m experiments.demo [--out=DIR] [--seed=N] [--samples=N]
 
-Ends with one line, PASS or FAIL; exits with 0, 1, or 2 on bad input. Without --out nothing is kept.
+Ends with one line, PASS or FAIL, and exits with the codes of `harness`. Without --out nothing is kept.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
 import time
 
-from absl import app, flags, logging
+from absl import flags
 import tqdm
 
-from experiments import demo_knowledge, graft_exactness
+from experiments import demo_knowledge, graft_exactness, harness
 import kvgraft_jax as kg
 
 MODEL = "package:gemma-3-270m"
@@ -28,10 +29,6 @@ CAPACITY = 384
 FACTS = 6
 WORKING_TOKENS = 48  # Room to work a problem out before the model has to answer.
 ANSWER_TOKENS = 16
-
-_OUT = flags.DEFINE_string("out", None, "directory, new or empty, that keeps the artifacts (default: kept nowhere)")
-_SEED = flags.DEFINE_integer("seed", 0, "draws the invented facts and the texts of the exactness table", lower_bound=0)
-_SAMPLES = flags.DEFINE_integer("samples", 50, "texts of the exactness table", lower_bound=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +60,38 @@ class Item:
     query: str
     answer: str
     artifact_id: str
+
+    def is_right(self, answer: Answer) -> bool:
+        """Whether the model gave the answer and nothing else."""
+        return answer.text == self.answer
+
+    def is_named(self, answer: Answer) -> bool:
+        """Whether the right number stands anywhere in what the model wrote."""
+        return self.answer in re.findall(r"\d+", answer.text.replace(",", ""))
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What the model answered to one question.
+
+    Attributes:
+      item: the question.
+      worked: from nothing, after working it out; None for a fact, which cannot be.
+      direct: from nothing, asked directly.
+      grafted: after its own graft.
+      unrelated: after the graft of another text.
+    """
+
+    item: Item
+    worked: Answer | None
+    direct: Answer
+    grafted: Answer
+    unrelated: Answer
+
+    @property
+    def tries(self) -> tuple[Answer, ...]:
+        """Those from nothing, in the order in which they were made."""
+        return (self.direct,) if self.worked is None else (self.worked, self.direct)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,19 +169,16 @@ def flip_a_bit(source: pathlib.Path, artifact_id: str, target: pathlib.Path) -> 
 
 def conclude(checks: Sequence[Check]) -> int:
     """Prints the table of all checks and, last, the verdict; returns the exit code."""
-    rows = [[check.name, check.found, "yes" if check.holds else "NO"] for check in checks]
-    say(table(["check", "found", "holds"], rows))
+    show_table(["check", "found", "holds"], [[c.name, c.found, "yes" if c.holds else "NO"] for c in checks])
     failed = sum(not check.holds for check in checks)
     say(f"FAIL: {failed} of {len(checks)} checks do not hold" if failed else f"PASS: all {len(checks)} checks hold")
-    return 1 if failed else 0
+    return harness.FAILS if failed else harness.HOLDS
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join("   " + line.rstrip() for line in padded)
+def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints the rows under their header."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    say("\n".join(harness.columns([header, ["-" * width for width in widths], *rows])))
 
 
 def say(text: str) -> None:
@@ -166,7 +192,9 @@ def _short(text: str, limit: int) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def show_from_nothing(respondent: Respondent) -> tuple[dict[str, Answer], dict[str, Answer]]:
+def show_from_nothing(
+    respondent: Respondent, facts: Sequence[demo_knowledge.Fact]
+) -> tuple[dict[str, Answer], dict[str, Answer]]:
     """Asks everything in fresh contexts; returns the direct answers, and those after working it out, by query."""
     say("\n1. From nothing: the frozen model alone, greedy")
     direct, worked = {}, {}
@@ -176,13 +204,15 @@ def show_from_nothing(respondent: Respondent) -> tuple[dict[str, Answer], dict[s
         say(f"   {problem.question}")
         say(f"     it writes: {_short(written, 76)}")
         say(f"     it answers {worked[problem.query]}; asked directly {direct[problem.query]}; right: {problem.answer}")
-    for fact in demo_knowledge.draw_facts(FACTS, _SEED.value):
+    for fact in facts:
         direct[fact.query] = respondent.ask(fact.query)
-        say(f"   What is the access code of depot {fact.depot}?  {direct[fact.query]}; invented: {fact.code}")
+        say(f"   {fact.question}  {direct[fact.query]}; invented: {fact.number}")
     return direct, worked
 
 
-def show_deposits(engine: kg.Engine, directory: pathlib.Path) -> list[Item]:
+def show_deposits(
+    engine: kg.Engine, facts: Sequence[demo_knowledge.Fact], seed: int, directory: pathlib.Path
+) -> list[Item]:
     """Verifies and deposits every solution, and the sheet of facts; returns the questions that they answer."""
     say("\n2. Deposits: read once, kept as key/value state")
     items = []
@@ -197,11 +227,10 @@ def show_deposits(engine: kg.Engine, directory: pathlib.Path) -> list[Item]:
         )
         say(f"              verified: {verifier}")
         items.append(Item(name, problem.query, str(problem.answer), artifact_id))
-    facts = demo_knowledge.draw_facts(FACTS, _SEED.value)
     sheet = "".join(fact.deposit for fact in facts)
-    provenance = {"who": "experiments.demo", "facts": FACTS, "seed": _SEED.value}
+    provenance = {"who": "experiments.demo", "facts": len(facts), "seed": seed}
     artifact_id = deposit(engine, "fact sheet", sheet, provenance, directory)
-    return items + [Item(f"depot {fact.depot}", fact.query, fact.code, artifact_id) for fact in facts]
+    return items + [Item(fact.subject, fact.query, fact.number, artifact_id) for fact in facts]
 
 
 def show_grafts(respondent: Respondent, items: Sequence[Item], directory: pathlib.Path) -> dict[str, kg.State]:
@@ -222,7 +251,7 @@ def show_grafts(respondent: Respondent, items: Sequence[Item], directory: pathli
     return states
 
 
-def compare_answers(
+def show_answers(
     respondent: Respondent,
     items: Sequence[Item],
     states: dict[str, kg.State],
@@ -230,44 +259,55 @@ def compare_answers(
     worked: dict[str, Answer],
 ) -> list[Check]:
     """Asks everything again after the right graft and after an unrelated one; prints both beside the first tries."""
-    rows, costs = [], []
-    wrong = right = control = 0
+    answers = []
     for item in items:
-        answer = respondent.ask(item.query, states[item.artifact_id])
         unrelated = next(state for artifact_id, state in states.items() if artifact_id != item.artifact_id)
-        other = respondent.ask(item.query, unrelated)
-        tries = [found[item.query] for found in (worked, direct) if item.query in found]
-        wrong += all(first.text != item.answer for first in tries)
-        right += answer.text == item.answer
-        control += other.text != item.answer
-        costs.append((tries[0], answer))
-        shown = str(worked[item.query]) if item.query in worked else ""
-        rows.append([item.name, item.answer, shown, str(direct[item.query]), str(answer), str(other)])
+        answers.append(
+            Answers(
+                item,
+                worked.get(item.query),
+                direct[item.query],
+                respondent.ask(item.query, states[item.artifact_id]),
+                respondent.ask(item.query, unrelated),
+            )
+        )
     say("")
     header = ["", "right", "nothing, working it out", "nothing, asked directly", "after its graft", "unrelated graft"]
-    say(table(header, rows))
-    for name, number in (("from nothing", 0), ("after its graft", 1)):
-        tokens, seconds = sum(cost[number].tokens for cost in costs), sum(cost[number].seconds for cost in costs)
-        say(f"   all {len(items)} questions, first try {name}: {tokens} decode tokens, {seconds:.1f} s")
-    total = len(items)
-    return [
-        Check("from nothing, every try of the model is wrong", f"{wrong} of {total}", wrong == total),
-        Check("after its graft, the model is right", f"{right} of {total}", right == total),
-        Check("an unrelated graft does not give the answer", f"{control} of {total}", control == total),
+    rows = [
+        [a.item.name, a.item.answer, str(a.worked or ""), str(a.direct), str(a.grafted), str(a.unrelated)]
+        for a in answers
     ]
+    show_table(header, rows)
+    for name, costs in (
+        ("from nothing", [a.tries[0] for a in answers]),
+        ("after its graft", [a.grafted for a in answers]),
+    ):
+        tokens, seconds = sum(cost.tokens for cost in costs), sum(cost.seconds for cost in costs)
+        say(f"   all {len(items)} questions, first try {name}: {tokens} decode tokens, {seconds:.1f} s")
+    return judge(answers)
 
 
-def show_exactness(engine: kg.Engine, root: pathlib.Path) -> list[Check]:
+def judge(answers: Sequence[Answers]) -> list[Check]:
+    """What has to hold of the answers; a number that stands beside others counts as named, but not as right."""
+    counts = {
+        "from nothing, every try of the model is wrong": [not any(map(a.item.is_named, a.tries)) for a in answers],
+        "after its graft, the model is right": [a.item.is_right(a.grafted) for a in answers],
+        "an unrelated graft does not give the answer": [not a.item.is_named(a.unrelated) for a in answers],
+    }
+    return [Check(name, f"{sum(found)} of {len(found)}", all(found)) for name, found in counts.items()]
+
+
+def show_exactness(engine: kg.Engine, seed: int, samples: int, root: pathlib.Path) -> list[Check]:
     """Compares short texts read afresh with the same texts grafted in a new process; prints the counts."""
     say("\n4. Exactness: texts read afresh here, and grafted from disk in a new process")
     settings = graft_exactness.Settings(
         model=MODEL,
         dtype=DTYPE,
-        seed=_SEED.value,
+        seed=seed,
         width=engine.step_config.width,
         kv_block=engine.step_config.kv_block,
         capacity=engine.capacity,
-        samples=_SAMPLES.value,
+        samples=samples,
         min_tokens=20,
         max_tokens=200,
         decode_steps=4,
@@ -287,7 +327,7 @@ def show_exactness(engine: kg.Engine, root: pathlib.Path) -> list[Check]:
     checks.append(Check("fresh and grafted: largest KL divergence", f"{kl_nats!r} nats", kl_nats == 0.0))
     lengths = f"{settings.min_tokens} to {settings.max_tokens} tokens, mean {figures['tokens_mean']}"
     say(f"   {settings.samples} texts of {lengths}")
-    say(table(["", "found"], [[check.name.partition(": ")[2], check.found] for check in checks]))
+    show_table(["", "found"], [[check.name.partition(": ")[2], check.found] for check in checks])
     return checks
 
 
@@ -305,7 +345,7 @@ def show_damage(artifact_id: str, directory: pathlib.Path, scratch: pathlib.Path
     return Check("an artifact with one flipped bit is refused", "loaded", False)
 
 
-def run(root: pathlib.Path) -> int:
+def run(root: pathlib.Path, seed: int, samples: int) -> int:
     """The whole demo, in a directory; returns the exit code."""
     began = time.perf_counter()
     engine = kg.Engine(kg.load_model(MODEL, DTYPE), capacity=CAPACITY)
@@ -315,42 +355,32 @@ def run(root: pathlib.Path) -> int:
     say(f"ready after {time.perf_counter() - began:.0f} s; pin {engine.pin.id[:16]}")
 
     directory = root / "artifacts"
-    direct, worked = show_from_nothing(respondent)
-    items = show_deposits(engine, directory)
+    facts = demo_knowledge.draw_facts(FACTS, seed)
+    direct, worked = show_from_nothing(respondent, facts)
+    items = show_deposits(engine, facts, seed, directory)
     states = show_grafts(respondent, items, directory)
-    checks = compare_answers(respondent, items, states, direct, worked)
-    checks += show_exactness(engine, root)
+    checks = show_answers(respondent, items, states, direct, worked)
+    checks += show_exactness(engine, seed, samples, root)
     checks.append(show_damage(items[0].artifact_id, directory, root / "damaged"))
     say(f"\nResult after {time.perf_counter() - began:.0f} s")
     return conclude(checks)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Checks the command line and runs the demo."""
-    logging.set_verbosity(logging.WARNING)
-    problem = f"arguments: got {argv[1:]}, wanted none" if argv[1:] else None
-    if _OUT.value and (directory := pathlib.Path(_OUT.value)).exists():
-        if not directory.is_dir() or any(directory.iterdir()):
-            problem = f"--out={directory}: is in use, wanted a new or empty directory"
-    if problem:
-        print(problem, file=sys.stderr)
-        return 2
-    try:
+def main() -> None:
+    """Runs the demo as the command line asks, and exits."""
+    out = flags.DEFINE_string("out", None, "folder, new or empty, that keeps the artifacts (default: kept nowhere)")
+    seed = flags.DEFINE_integer("seed", 0, "draws the invented facts and the texts of the exactness table", 0)
+    samples = flags.DEFINE_integer("samples", 50, "texts of the exactness table", 1)
+
+    def start() -> int:
         with contextlib.ExitStack() as stack:
-            root = _OUT.value or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgraft-demo-"))
-            return run(pathlib.Path(root))
-    except kg.KVGraftError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
+            scratch = None
+            if out.value is None:
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgraft-demo-"))
+            return run(harness.new_folder(scratch or out.value), seed.value, samples.value)
 
-
-def _parse(argv: Sequence[str]) -> Sequence[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        print(f"demo: {error}", file=sys.stderr)
-        sys.exit(2)
+    harness.start("demo", start)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    main()

@@ -16,6 +16,10 @@ _OPERATORS = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
+_NAMES = (
+    "Anna", "Bruno", "Clara", "Daniel", "Emma", "Felix", "Greta", "Hugo", "Ivan", "Julia", "Karl", "Laura", "Martin",
+    "Nora", "Oscar", "Paula", "Robert", "Sofia", "Thomas", "Victor", "Walter",
+)  # fmt: skip
 _EQUATION = re.compile(r"(?:mod|[0-9()+*^= -])+")
 
 
@@ -49,20 +53,30 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """An invented fact, which no model can know: the access code of a depot."""
+    """An invented fact, which no model can know: the phone number of someone who does not exist."""
 
-    depot: str
-    code: str
+    name: str
+    number: str
+
+    @property
+    def subject(self) -> str:
+        """What it is about, in few words."""
+        return f"phone of {self.name}"
+
+    @property
+    def question(self) -> str:
+        """What is asked."""
+        return f"What is the phone number of {self.name}?"
 
     @property
     def query(self) -> str:
-        """The text that asks for the code."""
-        return f"Question: What is the access code of depot {self.depot}?\nAnswer:"
+        """The text that asks for the number."""
+        return f"Question: {self.question}\nAnswer:"
 
     @property
     def deposit(self) -> str:
         """Its lines in the sheet."""
-        return f"{self.query} {self.code}\n\n"
+        return f"{self.query} {self.number}\n\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +112,9 @@ def verify(problem: Problem) -> Verification:
 
 
 def draw_facts(count: int, seed: int) -> tuple[Fact, ...]:
-    """Facts about depots with different letters; the codes have four digits."""
+    """Facts about people of different names; the numbers have four digits."""
     rng = random.Random(seed)
-    letters = rng.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", count)
-    return tuple(Fact(f"{letter}-{rng.randint(10, 99)}", str(rng.randint(1000, 9999))) for letter in letters)
+    return tuple(Fact(name, str(rng.randint(1000, 9999))) for name in rng.sample(_NAMES, count))
 
 
 def problems() -> tuple[Problem, ...]:

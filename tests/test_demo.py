@@ -49,7 +49,7 @@ def test_what_is_no_arithmetic_cannot_be_evaluated(text):
 def test_facts_follow_the_seed():
     facts = demo_knowledge.draw_facts(6, seed=1)
     assert facts == demo_knowledge.draw_facts(6, seed=1) != demo_knowledge.draw_facts(6, seed=2)
-    assert len({fact.animal for fact in facts}) == 6
+    assert len({fact.name for fact in facts}) == 6
     for fact in facts:
         assert len(fact.number) == 4 and fact.number in fact.deposit and fact.number not in fact.query
 

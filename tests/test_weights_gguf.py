@@ -178,6 +178,15 @@ def test_metadata_that_would_give_other_numbers(tmp_path, made, tensors, metadat
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize("twin", ["norm.weight", "layers.0.mlp.down_proj.weight"])
+def test_two_tensors_of_one_public_name_are_refused(tmp_path, monkeypatch, made, tensors, twin):
+    in_file = checkpoints.gguf_name
+    monkeypatch.setattr(checkpoints, "gguf_name", lambda name: twin if name == "extra" else in_file(name))
+    uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors | {"extra": tensors[twin]})
+    with pytest.raises(errors.WeightsError, match=f"{in_file(twin)} and {twin} are both {twin}"):
+        model.load_model(uri)
+
+
 def test_other_architectures(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))

@@ -9,12 +9,12 @@ import pathlib
 import re
 from typing import Protocol
 
-import numpy as np
 import sentencepiece
 import tokenizers
 
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import sentencepiece_model
+from kvgraft_jax.gemma.weights import gguf_header
 
 _CANDIDATE = re.compile(r"<[^<>]*>")
 _LITERAL_SPACE = re.compile("(?<=[ \u2581])(?=\u2581)|(?<=\u2581)(?= )")
@@ -192,9 +192,7 @@ def from_directory(directory: pathlib.Path) -> Tokenizer | None:
     return None
 
 
-def from_gguf(
-    metadata: Mapping[str, int | float | bool | str | np.ndarray | tuple[bytes, ...]], origin: str
-) -> Tokenizer | None:
+def from_gguf(metadata: Mapping[str, gguf_header.Value], origin: str) -> Tokenizer | None:
     """The tokenizer in the metadata of a GGUF file; None where it holds none."""
     kind = metadata.get(_GGUF + "model", "no_vocab")
     if kind == "no_vocab":

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from typing import Any
 
 import numpy as np
 
-from kvgraft_jax import errors
+from kvgraft_jax import digest, errors
 
 
 def parse_json(raw: bytes, origin: str) -> dict[str, Any]:
     """The JSON object in `raw`; `WeightsError` for anything else, repeated keys included."""
     try:
-        document = json.loads(raw, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        document = digest.parse_json(raw)
+    except ValueError as error:
         raise errors.WeightsError(f"{origin}: not readable as JSON ({error}); fetch the file again") from None
     if not isinstance(document, dict):
         raise errors.WeightsError(f"{origin}: got a JSON {type(document).__name__}, wanted an object")
@@ -43,11 +42,3 @@ def read_bytes(path: pathlib.Path, offset: int, size: int) -> np.ndarray:
     if raw.size != size:
         raise errors.WeightsError(f"{path}: ends at byte {offset + raw.size}, wanted {offset + size}; was it replaced?")
     return raw
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"repeated keys: {sorted({name for name in names if names.count(name) > 1})}")
-    return document

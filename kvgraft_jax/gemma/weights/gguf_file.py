@@ -133,11 +133,19 @@ def open_file(path: str) -> GGUFSource:
     if not config.norm_plus_one and config_lib.FULL in config.layer_kinds:
         _check_rotary_divisors(header, config)
         del stacks[_ROTARY_DIVISORS]
+    names: dict[str, str] = {}
+    for name in stacks:
+        twin = names.setdefault(_public_name(name), name)
+        if twin != name:
+            public = _public_name(name)
+            raise errors.WeightsError(
+                f"{path}: {twin} and {name} are both {public}; wanted one, convert the model again"
+            )
     return GGUFSource(
         config,
         header,
-        {_public_name(name): stack for name, stack in stacks.items()},
-        frozenset(_public_name(name) for name in stacks if name.endswith("norm.weight") and config.norm_plus_one),
+        {public: stacks[name] for public, name in names.items()},
+        frozenset(p for p, name in names.items() if name.endswith("norm.weight") and config.norm_plus_one),
     )
 
 
