@@ -74,27 +74,27 @@ def block_attention(
     oldest = jnp.maximum(start - (window - 1), 0) if window else jnp.zeros_like(start)
     first_block, last_block = oldest // kv_block, (end - 1) // kv_block + 1
 
-    def logits(block):
+    def scores(block):
+        """Masked logits of one block's keys, which of them each lane sees, and their slots."""
         k_rot_SxKxH = lax.dynamic_slice_in_dim(layer.k_rot_SxKxH, block * kv_block, kv_block)
         logits_KxGxTxS = layers.dot("KGTH,SKH->KGTS", q_KxGxTxH, k_rot_SxKxH).astype(dtype)
         slot_S = block * kv_block + jnp.arange(kv_block, dtype=jnp.int32)
-        mask_TxS = visible(query_T, slot_S, end, window)
+        seen_1x1xTxS = visible(query_T, slot_S, end, window)[None, None]
         wide_KxGxTxS = layers.scaled(logits_KxGxTxS, scale).astype(jnp.float32)
-        return jnp.where(mask_TxS[None, None], wide_KxGxTxS, MASKED), mask_TxS
+        return jnp.where(seen_1x1xTxS, wide_KxGxTxS, MASKED), seen_1x1xTxS, slot_S
 
     def first_pass(block, carry):
         max_KxGxT, sum_KxGxT = carry
-        logits_KxGxTxS, mask_TxS = logits(block)
+        logits_KxGxTxS, seen_1x1xTxS, _ = scores(block)
         new_max_KxGxT = jnp.maximum(max_KxGxT, jnp.max(logits_KxGxTxS, axis=-1))
-        exp_KxGxTxS = jnp.where(mask_TxS[None, None], jnp.exp(logits_KxGxTxS - new_max_KxGxT[..., None]), 0.0)
+        exp_KxGxTxS = jnp.where(seen_1x1xTxS, jnp.exp(logits_KxGxTxS - new_max_KxGxT[..., None]), 0.0)
         rescaled_KxGxT = sum_KxGxT * jnp.exp(max_KxGxT - new_max_KxGxT)
         return new_max_KxGxT, rescaled_KxGxT + jnp.sum(exp_KxGxTxS, axis=-1)
 
     def second_pass(block, out_KxGxTxH):
-        logits_KxGxTxS, mask_TxS = logits(block)
+        logits_KxGxTxS, seen_1x1xTxS, slot_S = scores(block)
         p_KxGxTxS = jnp.exp(logits_KxGxTxS - max_KxGxT[..., None]) / sum_KxGxT[..., None]
-        p_KxGxTxS = jnp.where(mask_TxS[None, None], p_KxGxTxS, 0.0).astype(dtype)
-        slot_S = block * kv_block + jnp.arange(kv_block, dtype=jnp.int32)
+        p_KxGxTxS = jnp.where(seen_1x1xTxS, p_KxGxTxS, 0.0).astype(dtype)
         readable_S = (slot_S >= oldest) & (slot_S < end)
         v_SxKxH = lax.dynamic_slice_in_dim(layer.v_SxKxH, block * kv_block, kv_block)
         v_SxKxH = jnp.where(readable_S[:, None, None], v_SxKxH, jnp.zeros((), dtype))  # 0 x NaN is NaN
@@ -125,23 +125,23 @@ class Attention(nn.Module):
     def setup(self):
         embed_dim, num_heads = self.config.embed_dim, self.config.num_heads
         num_kv_heads, head_dim = self.attention.num_kv_heads, self.attention.head_dim
-        self.q_proj = layers.Linear("TD,DNH->TNH", (embed_dim, num_heads, head_dim), embed_dim)
-        self.o_proj = layers.Linear("TNH,NHD->TD", (num_heads, head_dim, embed_dim), num_heads * head_dim)
+        self.q_proj = layers.Linear("TD,DNH->TNH", (embed_dim, num_heads, head_dim))
+        self.o_proj = layers.Linear("TNH,NHD->TD", (num_heads, head_dim, embed_dim))
         eps, plus_one = self.config.norm_eps, self.config.norm_plus_one
         self.q_norm = layers.RMSNorm(eps, plus_one)
         if not self.owns_kv:
             return
-        self.k_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim), embed_dim)
+        self.k_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim))
         self.k_norm = layers.RMSNorm(eps, plus_one)
         if not self.attention.values_are_keys:
-            self.v_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim), embed_dim)
+            self.v_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim))
         if self.config.value_norm:
             self.v_norm = layers.RMSNorm(eps, has_weight=False)
 
     def __call__(
         self,
         x_TxD: jax.Array,
-        table_TxR: rotary_lib.RotaryTable,
+        rotary: rotary_lib.RotaryRows,
         layer: cache_lib.LayerCache,
         start: jax.Array,
         count: jax.Array,
@@ -150,20 +150,19 @@ class Attention(nn.Module):
 
         Args:
           x_TxD: [T, D].
-          table_TxR: the rotary rows of these T positions.
+          rotary: the rotary rows of these T positions.
           layer: the cache of this layer, or of the one whose keys and values it reads.
           start, count: int32 scalars.
 
         Returns:
           [T, D], and the cache.
         """
-        cos_TxR, sin_TxR = table_TxR.cos_SxR, table_TxR.sin_SxR
-        q_rot_TxNxH = rotary_lib.rotate(self.q_norm(self.q_proj(x_TxD)), cos_TxR, sin_TxR)
+        q_rot_TxNxH = rotary_lib.rotate(self.q_norm(self.q_proj(x_TxD)), rotary.cos_TxR, rotary.sin_TxR)
         if self.owns_kv:
             k_raw_TxKxH = self.k_proj(x_TxD)
             v_TxKxH = k_raw_TxKxH if self.attention.values_are_keys else self.v_proj(x_TxD)
             v_TxKxH = self.v_norm(v_TxKxH) if self.config.value_norm else v_TxKxH
-            k_rot_TxKxH = rotary_lib.rotate(self.k_norm(k_raw_TxKxH), cos_TxR, sin_TxR)
+            k_rot_TxKxH = rotary_lib.rotate(self.k_norm(k_raw_TxKxH), rotary.cos_TxR, rotary.sin_TxR)
             layer = cache_lib.write_rows(layer, k_rot_TxKxH, v_TxKxH, start)
         out_TxNxH = block_attention(
             q_rot_TxNxH,

@@ -29,11 +29,11 @@ class Router(nn.Module):
     def __call__(self, x_TxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Args: x [T, D]. Returns: which experts a token goes through, bool [T, E]; their weights, float32 [T, E]."""
         num_experts, embed_dim = self.config.num_experts, x_TxD.shape[-1]
-        scale_D = self.param("scale", nn.initializers.ones_init(), (embed_dim,), x_TxD.dtype)
-        expert_scale_E = self.param("per_expert_scale", nn.initializers.ones_init(), (num_experts,), x_TxD.dtype)
+        scale_D = self.param("scale", nn.initializers.zeros_init(), (embed_dim,), x_TxD.dtype)
+        expert_scale_E = self.param("per_expert_scale", nn.initializers.zeros_init(), (num_experts,), x_TxD.dtype)
         z_TxD = layers.RMSNorm(self.eps, has_weight=False)(x_TxD) * scale_D[None]
         z_TxD = layers.scaled(z_TxD, embed_dim**-0.5)
-        logits_TxE = layers.Linear("TD,DE->TE", (embed_dim, num_experts), embed_dim, name="proj")(z_TxD)
+        logits_TxE = layers.Linear("TD,DE->TE", (embed_dim, num_experts), name="proj")(z_TxD)
         p_TxE = jax.nn.softmax(logits_TxE.astype(jnp.float32), axis=-1)
         top_TxP, from_end_TxP = lax.top_k(p_TxE[:, ::-1], self.config.top_k)
         chosen_TxP = num_experts - 1 - from_end_TxP  # of equal ones the highest id, as the reference
@@ -62,7 +62,7 @@ class Experts(nn.Module):
         """Args: x [T, D]; the router's choice; int32 scalar, lanes from which on are idle. Returns: [T, D]."""
         num_experts, hidden_dim, embed_dim = self.config.num_experts, self.config.hidden_dim, x_TxD.shape[-1]
         dtype = x_TxD.dtype
-        initializer = nn.initializers.normal(embed_dim**-0.5)
+        initializer = nn.initializers.zeros_init()
         gate_up_ExDxF = self.param("gate_up", initializer, (num_experts, embed_dim, 2 * hidden_dim), dtype)
         down_ExFxD = self.param("down", initializer, (num_experts, hidden_dim, embed_dim), dtype)
         is_live_T = jnp.arange(x_TxD.shape[0], dtype=jnp.int32) < count

@@ -1,4 +1,7 @@
-"""The pieces every block is made of: rounded matrix products, scaling, RMSNorm, embedding and feed-forward layer."""
+"""The pieces every block is made of: rounded matrix products, scaling, RMSNorm, embedding and feed-forward layer.
+
+Flax initialises every parameter with zeros: weights come from a checkpoint, or from `weights.random_init`.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +55,14 @@ class Linear(nn.Module):
     Attributes:
       equation: einsum string of input and kernel.
       shape: shape of the kernel.
-      fan_in: number of elements summed per output, for the initialiser.
     """
 
     equation: str
     shape: tuple[int, ...]
-    fan_in: int
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        initializer = nn.initializers.normal(self.fan_in**-0.5)
-        kernel = self.param("kernel", initializer, self.shape, x.dtype)
+        kernel = self.param("kernel", nn.initializers.zeros_init(), self.shape, x.dtype)
         return dot(self.equation, x, kernel).astype(x.dtype)
 
 
@@ -90,8 +90,7 @@ class RMSNorm(nn.Module):
         root = lax.optimization_barrier(jnp.sqrt(mean_square + jnp.float32(self.eps)))
         normed = wide * (jnp.float32(1) / root)
         if self.has_weight:
-            initializer = nn.initializers.zeros_init() if self.plus_one else nn.initializers.ones_init()
-            gain = self.param("scale", initializer, (x.shape[-1],), x.dtype).astype(jnp.float32)
+            gain = self.param("scale", nn.initializers.zeros_init(), (x.shape[-1],), x.dtype).astype(jnp.float32)
             gain = jnp.float32(1) + gain if self.plus_one else gain
             normed = normed * gain.reshape((1,) * (x.ndim - 1) + (-1,))
         return normed.astype(x.dtype)
@@ -111,8 +110,8 @@ class Embedder(nn.Module):
     dtype: jnp.dtype
 
     def setup(self):
-        initializer = nn.initializers.normal(self.embed_dim**-0.5)
-        self.embedding_VxD = self.param("embedding", initializer, (self.vocab_size, self.embed_dim), self.dtype)
+        shape = (self.vocab_size, self.embed_dim)
+        self.embedding_VxD = self.param("embedding", nn.initializers.zeros_init(), shape, self.dtype)
 
     def encode(self, tokens_T: jax.Array) -> jax.Array:
         """Embeddings [T, D] times sqrt(D), the square root itself rounded to the model dtype first."""
@@ -135,9 +134,9 @@ class FeedForward(nn.Module):
     hidden_dim: int
 
     def setup(self):
-        self.gate_proj = Linear("TD,DF->TF", (self.embed_dim, self.hidden_dim), self.embed_dim)
-        self.up_proj = Linear("TD,DF->TF", (self.embed_dim, self.hidden_dim), self.embed_dim)
-        self.down_proj = Linear("TF,FD->TD", (self.hidden_dim, self.embed_dim), self.hidden_dim)
+        self.gate_proj = Linear("TD,DF->TF", (self.embed_dim, self.hidden_dim))
+        self.up_proj = Linear("TD,DF->TF", (self.embed_dim, self.hidden_dim))
+        self.down_proj = Linear("TF,FD->TD", (self.hidden_dim, self.embed_dim))
 
     def __call__(self, x_TxD: jax.Array) -> jax.Array:
         return self.down_proj(gelu(self.gate_proj(x_TxD)) * self.up_proj(x_TxD))

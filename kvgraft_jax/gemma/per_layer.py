@@ -30,8 +30,8 @@ class PerLayerEmbedder(nn.Module):
         """Args: scaled embeddings [T, D]; int32 [T]. Returns: [T, L, P]."""
         embed_dim = x_TxD.shape[-1]
         shape = (self.vocab_size, self.num_layers, self.dim)
-        table_VxLxP = self.param("embedding", nn.initializers.normal(self.dim**-0.5), shape, x_TxD.dtype)
-        project = layers.Linear("TD,DLP->TLP", (embed_dim, self.num_layers, self.dim), embed_dim, name="proj")
+        table_VxLxP = self.param("embedding", nn.initializers.zeros_init(), shape, x_TxD.dtype)
+        project = layers.Linear("TD,DLP->TLP", (embed_dim, self.num_layers, self.dim), name="proj")
         context_TxLxP = layers.scaled(project(x_TxD), embed_dim**-0.5)
         context_TxLxP = layers.RMSNorm(self.eps, name="norm")(context_TxLxP)
         return layers.scaled(context_TxLxP + layers.looked_up(table_VxLxP, tokens_T), 2**-0.5)
@@ -51,8 +51,8 @@ class PerLayerInput(nn.Module):
     eps: float
 
     def setup(self):
-        self.gate = layers.Linear("TD,DP->TP", (self.embed_dim, self.dim), self.embed_dim)
-        self.proj = layers.Linear("TP,PD->TD", (self.dim, self.embed_dim), self.dim)
+        self.gate = layers.Linear("TD,DP->TP", (self.embed_dim, self.dim))
+        self.proj = layers.Linear("TP,PD->TD", (self.dim, self.embed_dim))
         self.norm = layers.RMSNorm(self.eps)
 
     def __call__(self, x_TxD: jax.Array, vector_TxP: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,6 +34,18 @@ class RotaryTable:
     sin_SxR: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class RotaryRows:
+    """The rows of a table for T consecutive positions.
+
+    Attributes:
+      cos_TxR, sin_TxR: [T, R] in the model dtype.
+    """
+
+    cos_TxR: jax.Array
+    sin_TxR: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RotaryTables:
@@ -40,6 +53,14 @@ class RotaryTables:
 
     sliding: RotaryTable
     full: RotaryTable
+
+    def rows(self, kind: str, start: jax.Array, num_positions: int) -> RotaryRows:
+        """The rows of positions start..start + num_positions - 1 for one attention kind."""
+        table = self.sliding if kind == config_lib.SLIDING else self.full
+        return RotaryRows(
+            lax.dynamic_slice_in_dim(table.cos_SxR, start, num_positions),
+            lax.dynamic_slice_in_dim(table.sin_SxR, start, num_positions),
+        )
 
 
 def rotary_frequencies(head_dim: int, rotary: config_lib.RotaryConfig, *, rule: str = ENGINE_RULE) -> np.ndarray:

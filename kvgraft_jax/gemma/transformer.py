@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flax import linen as nn
 import jax
-from jax import lax
 import jax.numpy as jnp
 
 from kvgraft_jax.gemma import attention as attention_lib
@@ -49,19 +48,19 @@ class Block(nn.Module):
         if config.per_layer is not None:
             self.per_layer_input = per_layer_lib.PerLayerInput(config.embed_dim, config.per_layer.dim, eps)
         if config.layer_scalar:
-            self.layer_scalar = self.param("layer_scalar", nn.initializers.ones_init(), (1,), self.dtype)
+            self.layer_scalar = self.param("layer_scalar", nn.initializers.zeros_init(), (1,), self.dtype)
 
     def __call__(
         self,
         x_TxD: jax.Array,
-        table_TxR: rotary_lib.RotaryTable,
+        rotary: rotary_lib.RotaryRows,
         layer: cache_lib.LayerCache,
         vector_TxP: jax.Array | None,
         start: jax.Array,
         count: jax.Array,
     ) -> tuple[jax.Array, cache_lib.LayerCache]:
         with jax.named_scope("attention"):
-            branch_TxD, layer = self.attention(self.pre_attention_norm(x_TxD), table_TxR, layer, start, count)
+            branch_TxD, layer = self.attention(self.pre_attention_norm(x_TxD), rotary, layer, start, count)
             x_TxD = x_TxD + self.post_attention_norm(branch_TxD)
         with jax.named_scope("feedforward"):
             x_TxD = x_TxD + self.post_feedforward_norm(self._feedforward(x_TxD, count))
@@ -128,13 +127,7 @@ class Transformer(nn.Module):
           Hidden states [T, D] after the final norm, and the cache with rows start..start+T-1 written.
         """
         num_lanes = tokens_T.shape[0]
-        rows = {
-            kind: rotary_lib.RotaryTable(
-                lax.dynamic_slice_in_dim(table.cos_SxR, start, num_lanes),
-                lax.dynamic_slice_in_dim(table.sin_SxR, start, num_lanes),
-            )
-            for kind, table in ((config_lib.SLIDING, tables.sliding), (config_lib.FULL, tables.full))
-        }
+        rows = {kind: tables.rows(kind, start, num_lanes) for kind in (config_lib.SLIDING, config_lib.FULL)}
         vectors_TxLxP = None
         with jax.named_scope("embed"):
             x_TxD = self.embedder.encode(tokens_T)
@@ -145,8 +138,8 @@ class Transformer(nn.Module):
         for index, block in enumerate(self.layer):
             owner = self.config.kv_layer(index)
             vector_TxP = None if vectors_TxLxP is None else vectors_TxLxP[:, index]
-            table_TxR = rows[self.config.layer_kinds[index]]
-            x_TxD, layer_caches[owner] = block(x_TxD, table_TxR, layer_caches[owner], vector_TxP, start, count)
+            rotary = rows[self.config.layer_kinds[index]]
+            x_TxD, layer_caches[owner] = block(x_TxD, rotary, layer_caches[owner], vector_TxP, start, count)
             self.sow("intermediates", "hidden_TxD", x_TxD)
         return self.final_norm(x_TxD), cache_lib.Cache(tuple(layer_caches))
 
