@@ -241,7 +241,7 @@ class ValuesAfterRotation(ValuesAfterKeyNorm):
             self.notes["table"] = args[1]
         if module.name == "v_norm" and module.parent.attention.values_are_keys:
             table = self.notes["table"]
-            args = (rotary.rotate(module.parent.k_norm(*args), table.cos_SxR, table.sin_SxR),)
+            args = (rotary.rotate(module.parent.k_norm(*args), table.cos_TxR, table.sin_TxR),)
         return call(*args, **kwargs)
 
 
