@@ -268,15 +268,17 @@ def bury(
       garbage: one of `GARBAGE`.
       rng: source of random bits.
     """
-    firsts = [np.int32(first_row if kind == config_lib.SLIDING else 0) for kind in config.layer_kinds]
+    firsts = [
+        np.int32(first_row if kind == config_lib.SLIDING else 0) for kind in config.layer_kinds[: config.num_kv_layers]
+    ]
     trash = jax.tree.map(lambda array: _garbage(garbage, array, rng), cache)
     return _bury(cache, trash, firsts, np.int32(length))
 
 
 def _garbage(kind: str, array: jax.Array, rng: np.random.Generator) -> np.ndarray:
     """Bit patterns of the shape of a cache array."""
-    dtype = np.dtype(array.dtype)
-    unsigned = _unsigned(dtype)
+    unsigned = _unsigned(np.dtype(array.dtype))
+    dtype = np.dtype(jnp.bfloat16) if array.dtype == np.uint16 else np.dtype(array.dtype)  # bits, or floats
     if kind == BITS:
         return rng.integers(0, np.iinfo(unsigned).max, array.shape, unsigned, endpoint=True)
     value = {ZERO: 0.0, HUGE: float(jnp.finfo(dtype).max), NAN: float("nan")}[kind]
@@ -314,7 +316,9 @@ def first_difference(reference: Outcome, other: Outcome, checkpoints: Sequence[i
         return {"error": (reference if reference.state is None else other).sha256}
     found = []
     model = reference.state.step_config.model
-    layers = zip(model.layer_kinds, reference.state.cache.layers, other.state.cache.layers, strict=True)
+    layers = zip(
+        model.layer_kinds[: model.num_kv_layers], reference.state.cache.layers, other.state.cache.layers, strict=True
+    )
     for number, (kind, ours, theirs) in enumerate(layers):
         low = max(reference.state.first_row, other.state.first_row) if kind == config_lib.SLIDING else 0
         for what, a_SxKxH, b_SxKxH in (

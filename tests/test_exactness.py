@@ -176,7 +176,7 @@ def dirty(cache: cache_lib.Cache, length: int, seed: int) -> cache_lib.Cache:
         rows = np.array(array_SxKxH)
         bits = rng.integers(0, 256, rows[length:].nbytes, dtype=np.uint8).view(rows.dtype)
         rows[length:] = bits.reshape(rows[length:].shape)
-        rows[-1] = np.nan
+        rows[-1] = 0x7FC0 if rows.dtype == np.uint16 else np.nan  # a bfloat16 cache holds bits
         return jnp.array(rows)
 
     return jax.tree.map(spoil, cache)
@@ -248,7 +248,7 @@ def test_nan_in_a_valid_row_is_refused_at_capture():
     engine = tiny.engine()
     state = engine.prefill(tiny.tokens(30))
     layer = state.cache.layers[0]
-    nan = dataclasses.replace(layer, v_SxKxH=layer.v_SxKxH.at[29, 0, 0].set(jnp.nan))
+    nan = dataclasses.replace(layer, v_SxKxH=layer.v_SxKxH.at[29, 0, 0].set(0x7FC0))  # NaN's bits in bfloat16
     layers = (nan, *state.cache.layers[1:])
     with pytest.raises(errors.CaptureError, match="NaN"):
         engine.capture(dataclasses.replace(state, cache=cache_lib.Cache(layers)))

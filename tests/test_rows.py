@@ -21,7 +21,7 @@ def test_every_bit_pattern_survives_the_device(dtype):
     patterns = patterns[: len(patterns) // 64 * 64]
     kv = np.stack([patterns, patterns[::-1]]).reshape(1, 2, -1, 2, 32)
     layers = rows.placed_rows(kv, 3, kv.shape[2] + 29)
-    found = rows.read_rows(layers, 3, 3 + kv.shape[2], 16)
+    found = rows.read_rows(layers, 3, 3 + kv.shape[2], 16, kv.dtype)
     assert found.tobytes() == kv.tobytes()
 
 

@@ -76,7 +76,7 @@ def block_attention(
 
     def scores(block):
         """Masked logits of one block's keys, which of them each lane sees, and their slots."""
-        k_rot_SxKxH = lax.dynamic_slice_in_dim(layer.k_rot_SxKxH, block * kv_block, kv_block)
+        k_rot_SxKxH = cache_lib.read_slots(layer.k_rot_SxKxH, block * kv_block, kv_block, dtype)
         logits_KxGxTxS = layers.dot("KGTH,SKH->KGTS", q_KxGxTxH, k_rot_SxKxH).astype(dtype)
         slot_S = block * kv_block + jnp.arange(kv_block, dtype=jnp.int32)
         seen_1x1xTxS = visible(query_T, slot_S, end, window)[None, None]
@@ -96,7 +96,7 @@ def block_attention(
         p_KxGxTxS = jnp.exp(logits_KxGxTxS - max_KxGxT[..., None]) / sum_KxGxT[..., None]
         p_KxGxTxS = jnp.where(seen_1x1xTxS, p_KxGxTxS, 0.0).astype(dtype)
         readable_S = (slot_S >= oldest) & (slot_S < end)
-        v_SxKxH = lax.dynamic_slice_in_dim(layer.v_SxKxH, block * kv_block, kv_block)
+        v_SxKxH = cache_lib.read_slots(layer.v_SxKxH, block * kv_block, kv_block, dtype)
         v_SxKxH = jnp.where(readable_S[:, None, None], v_SxKxH, jnp.zeros((), dtype))  # 0 x NaN is NaN
         return out_KxGxTxH + layers.dot("KGTS,SKH->KGTH", p_KxGxTxS, v_SxKxH)
 
@@ -125,16 +125,16 @@ class Attention(nn.Module):
     def setup(self):
         embed_dim, num_heads = self.config.embed_dim, self.config.num_heads
         num_kv_heads, head_dim = self.attention.num_kv_heads, self.attention.head_dim
-        self.q_proj = layers.Linear("TD,DNH->TNH", (embed_dim, num_heads, head_dim))
-        self.o_proj = layers.Linear("TNH,NHD->TD", (num_heads, head_dim, embed_dim))
+        self.q_proj = layers.Linear((embed_dim, num_heads, head_dim))
+        self.o_proj = layers.Linear((num_heads, head_dim, embed_dim))
         eps, plus_one = self.config.norm_eps, self.config.norm_plus_one
         self.q_norm = layers.RMSNorm(eps, plus_one)
         if not self.owns_kv:
             return
-        self.k_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim))
+        self.k_proj = layers.Linear((embed_dim, num_kv_heads, head_dim))
         self.k_norm = layers.RMSNorm(eps, plus_one)
         if not self.attention.values_are_keys:
-            self.v_proj = layers.Linear("TD,DKH->TKH", (embed_dim, num_kv_heads, head_dim))
+            self.v_proj = layers.Linear((embed_dim, num_kv_heads, head_dim))
         if self.config.value_norm:
             self.v_norm = layers.RMSNorm(eps, has_weight=False)
 

@@ -3,6 +3,9 @@
 Slot s holds the key and value of position s, in every layer, so the blocks over which attention loops lie at absolute
 places and nothing wraps around. Behind the `capacity` usable slots lie `width` spare ones: a step that begins near the
 end writes a whole width of rows. Rows that no token has written hold anything at all; no result depends on them.
+
+bfloat16 rows are held as their bit patterns, uint16: XLA's CPU backend computes in float32 and would otherwise convert
+whole buffers there and back in every step, though nothing but copies touches them.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import dataclasses
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from kvgraft_jax import notation
 from kvgraft_jax.gemma import config as config_lib
@@ -23,8 +27,8 @@ class LayerCache:
     """Keys and values of one layer.
 
     Attributes:
-      k_rot_SxKxH: [S, K, H] keys after norm and rotary encoding.
-      v_SxKxH: [S, K, H] values.
+      k_rot_SxKxH: [S, K, H] keys after norm and rotary encoding; float32, or bits of bfloat16 as uint16.
+      v_SxKxH: [S, K, H] values, likewise.
     """
 
     k_rot_SxKxH: jax.Array
@@ -50,11 +54,12 @@ class Cache:
 
 
 def make_cache(config: config_lib.GemmaConfig, num_slots: int, dtype: jnp.dtype) -> Cache:
-    """A zeroed cache of `num_slots` slots per layer."""
+    """A zeroed cache of `num_slots` slots per layer for a model of `dtype`."""
 
     def layer(attention: config_lib.AttentionConfig) -> LayerCache:
         shape = (num_slots, attention.num_kv_heads, attention.head_dim)
-        return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        held = storage_dtype(dtype)
+        return LayerCache(jnp.zeros(shape, held), jnp.zeros(shape, held))
 
     return Cache(tuple(layer(config.attention(index)) for index in range(config.num_kv_layers)))
 
@@ -67,6 +72,25 @@ def write_rows(layer: LayerCache, k_rot_TxKxH: jax.Array, v_TxKxH: jax.Array, st
     notation.check_shape("k_rot_TxKxH", k_rot_TxKxH, (None, *layer.k_rot_SxKxH.shape[1:]))
     notation.check_shape("v_TxKxH", v_TxKxH, (None, *layer.v_SxKxH.shape[1:]))
     return LayerCache(
-        lax.dynamic_update_slice(layer.k_rot_SxKxH, k_rot_TxKxH, (start, 0, 0)),
-        lax.dynamic_update_slice(layer.v_SxKxH, v_TxKxH, (start, 0, 0)),
+        lax.dynamic_update_slice(layer.k_rot_SxKxH, _bits(k_rot_TxKxH), (start, 0, 0)),
+        lax.dynamic_update_slice(layer.v_SxKxH, _bits(v_TxKxH), (start, 0, 0)),
     )
+
+
+def read_slots(array_SxKxH: jax.Array, start: jax.Array, count: int, dtype: jnp.dtype) -> jax.Array:
+    """Keys or values of `count` slots from `start` on, in the model's dtype: [count, K, H].
+
+    Exact: bit-exact copy.
+    """
+    rows = lax.dynamic_slice_in_dim(array_SxKxH, start, count)
+    return rows if rows.dtype == dtype else lax.bitcast_convert_type(rows, dtype)
+
+
+def storage_dtype(dtype: jnp.dtype) -> np.dtype:
+    """The dtype in which a cache holds rows of `dtype`: uint16 for bfloat16, itself for float32."""
+    return np.dtype(np.uint16) if dtype == jnp.bfloat16 else np.dtype(dtype)
+
+
+def _bits(rows: jax.Array) -> jax.Array:
+    held = storage_dtype(rows.dtype)
+    return rows if rows.dtype == held else lax.bitcast_convert_type(rows, held)

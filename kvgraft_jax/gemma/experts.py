@@ -33,7 +33,7 @@ class Router(nn.Module):
         expert_scale_E = self.param("per_expert_scale", nn.initializers.zeros_init(), (num_experts,), x_TxD.dtype)
         z_TxD = layers.RMSNorm(self.eps, has_weight=False)(x_TxD) * scale_D[None]
         z_TxD = layers.scaled(z_TxD, embed_dim**-0.5)
-        logits_TxE = layers.Linear("TD,DE->TE", (embed_dim, num_experts), name="proj")(z_TxD)
+        logits_TxE = layers.Linear((embed_dim, num_experts), name="proj")(z_TxD)
         p_TxE = jax.nn.softmax(logits_TxE.astype(jnp.float32), axis=-1)
         top_TxP, from_end_TxP = lax.top_k(p_TxE[:, ::-1], self.config.top_k)
         chosen_TxP = num_experts - 1 - from_end_TxP  # of equal ones the highest id, as the reference

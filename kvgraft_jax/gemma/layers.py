@@ -52,18 +52,22 @@ def gelu(x: jax.Array) -> jax.Array:
 class Linear(nn.Module):
     """A matrix product with a kernel of any rank, no bias: float32 accumulation, one rounding to x's dtype.
 
+    Input axes but the first are summed over with the first axes of the kernel; its others are the output's. As
+    matrices, both lie in memory as they are: for an einsum of three axes XLA would copy the kernel in every step.
+
     Attributes:
-      equation: einsum string of input and kernel.
       shape: shape of the kernel.
     """
 
-    equation: str
     shape: tuple[int, ...]
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.zeros_init(), self.shape, x.dtype)
-        return dot(self.equation, x, kernel).astype(x.dtype)
+        num_lanes, out_shape = x.shape[0], self.shape[x.ndim - 1 :]
+        x_TxD = x.reshape(num_lanes, -1)
+        out_TxF = dot("TD,DF->TF", x_TxD, kernel.reshape(x_TxD.shape[1], -1)).astype(x.dtype)
+        return out_TxF.reshape(num_lanes, *out_shape)
 
 
 class RMSNorm(nn.Module):
@@ -134,9 +138,9 @@ class FeedForward(nn.Module):
     hidden_dim: int
 
     def setup(self):
-        self.gate_proj = Linear("TD,DF->TF", (self.embed_dim, self.hidden_dim))
-        self.up_proj = Linear("TD,DF->TF", (self.embed_dim, self.hidden_dim))
-        self.down_proj = Linear("TF,FD->TD", (self.hidden_dim, self.embed_dim))
+        self.gate_proj = Linear((self.embed_dim, self.hidden_dim))
+        self.up_proj = Linear((self.embed_dim, self.hidden_dim))
+        self.down_proj = Linear((self.hidden_dim, self.embed_dim))
 
     def __call__(self, x_TxD: jax.Array) -> jax.Array:
         return self.down_proj(gelu(self.gate_proj(x_TxD)) * self.up_proj(x_TxD))

@@ -31,7 +31,7 @@ class PerLayerEmbedder(nn.Module):
         embed_dim = x_TxD.shape[-1]
         shape = (self.vocab_size, self.num_layers, self.dim)
         table_VxLxP = self.param("embedding", nn.initializers.zeros_init(), shape, x_TxD.dtype)
-        project = layers.Linear("TD,DLP->TLP", (embed_dim, self.num_layers, self.dim), name="proj")
+        project = layers.Linear((embed_dim, self.num_layers, self.dim), name="proj")
         context_TxLxP = layers.scaled(project(x_TxD), embed_dim**-0.5)
         context_TxLxP = layers.RMSNorm(self.eps, name="norm")(context_TxLxP)
         return layers.scaled(context_TxLxP + layers.looked_up(table_VxLxP, tokens_T), 2**-0.5)
@@ -51,8 +51,8 @@ class PerLayerInput(nn.Module):
     eps: float
 
     def setup(self):
-        self.gate = layers.Linear("TD,DP->TP", (self.embed_dim, self.dim))
-        self.proj = layers.Linear("TP,PD->TD", (self.dim, self.embed_dim))
+        self.gate = layers.Linear((self.embed_dim, self.dim))
+        self.proj = layers.Linear((self.dim, self.embed_dim))
         self.norm = layers.RMSNorm(self.eps)
 
     def __call__(self, x_TxD: jax.Array, vector_TxP: jax.Array) -> jax.Array:

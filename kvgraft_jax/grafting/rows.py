@@ -22,8 +22,8 @@ def read_block(array_SxKxH: jax.Array, block: jax.Array, *, kv_block: int) -> ja
     return lax.dynamic_slice_in_dim(array_SxKxH, block * kv_block, kv_block)
 
 
-def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int) -> np.ndarray:
-    """Rows start..stop-1 of some layers on the host: [L, 2, stop - start, K, H], read-only and its own memory."""
+def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int, dtype: np.dtype) -> np.ndarray:
+    """Rows start..stop-1 of some layers on the host, in the model's dtype: [L, 2, stop - start, K, H]."""
     like = layers[0].k_rot_SxKxH
     kv_Lx2xSxKxH = np.empty((len(layers), 2, stop - start, *like.shape[1:]), like.dtype)
     for index, layer in enumerate(layers):
@@ -33,8 +33,7 @@ def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int) -> np.n
                 low, high = max(start, first), min(stop, first + kv_block)
                 rows_BxKxH = np.asarray(read_block(array_SxKxH, np.int32(block), kv_block=kv_block))
                 kv_Lx2xSxKxH[index, side, low - start : high - start] = rows_BxKxH[low - first : high - first]
-    kv_Lx2xSxKxH.flags.writeable = False
-    return kv_Lx2xSxKxH
+    return kv_Lx2xSxKxH.view(dtype)
 
 
 def placed_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int) -> LayerCaches:
@@ -43,6 +42,7 @@ def placed_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int) -> LayerCa
     Exact: bit-exact copy; no computation touches the rows, and the device arrays share no memory with the argument.
     """
     stop = start + kv_Lx2xSxKxH.shape[2]
+    kv_Lx2xSxKxH = kv_Lx2xSxKxH.view(cache_lib.storage_dtype(kv_Lx2xSxKxH.dtype))
 
     def placed(rows_SxKxH: np.ndarray) -> jax.Array:
         slots_SxKxH = np.zeros((num_slots, *rows_SxKxH.shape[1:]), rows_SxKxH.dtype)
