@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.peer_threads = 2
 
     # Curves: prefill of the prompt and decode at other shapes of the step.
-    config.widths = (8, 16, 32, 64, 128, 256)
+    config.widths = (8, 10, 12, 16, 32, 64, 128, 256)
     config.kv_blocks = (64, 128, 256)
     config.curve_decode_tokens = 8
     config.curve_repeats = 3

@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = "package:gemma-3-270m"
     config.dtype = "bfloat16"
     config.seed = 0
-    config.width = 16
+    config.width = 10
     config.kv_block = 128
     # graft_exactness
     config.capacity = 1280

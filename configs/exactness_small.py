@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     )
     config.dtype = "bfloat16"
     config.seed = 0
-    config.width = 16
+    config.width = 10
     config.kv_block = 32
     # graft_exactness
     config.capacity = 256

@@ -27,7 +27,7 @@ from kvgraft_jax.grafting import manifest
 
 determinism.configure()
 
-DEFAULT_WIDTH = 16
+DEFAULT_WIDTH = 10
 DEFAULT_KV_BLOCK = 128
 
 _TRIM_STEPS = 16  # After so many steps a trim, some 20 ms, is small beside the run.

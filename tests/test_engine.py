@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvgraft_jax import determinism, errors
 from kvgraft_jax import engine as engine_lib
+from kvgraft_jax.gemma import generate
 from kvgraft_jax.gemma import step as step_lib
 from tests import tiny
 
@@ -185,3 +187,9 @@ def test_a_state_is_copied_once_per_call(monkeypatch):
     engine.generate(state, max_new_tokens=10, stop_ids=())
     engine.extend(state, tiny.tokens(40))
     assert len(copies) == 2
+
+
+def test_decoding_takes_the_lowest_id_of_the_largest_logit_that_is_not_suppressed():
+    logits_V = jnp.asarray([1.0, 3.0, 3.0, 2.0, 3.0])
+    assert [generate.argmax(logits_V, ids) for ids in ((), (1,), (1, 2), (1, 2, 4))] == [1, 2, 4, 3]
+    assert logits_V.tolist() == [1.0, 3.0, 3.0, 2.0, 3.0]

@@ -28,6 +28,9 @@ class Timing:
         return statistics.median(self.runs_s)
 
 
+REST_S = 0.5  # before each turn: threads of the contender before it spin on for a while when they have no work
+
+
 def timed(work: Callable[[], object]) -> float:
     """Seconds of one call, until the arrays in the pytree that it returns are there."""
     start = time.perf_counter()
@@ -52,5 +55,7 @@ def take_turns(contenders: Mapping[str, Callable[[], float]], repeats: int) -> d
     runs_s: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(1 + repeats):
         for name, contend in contenders.items():
+            if len(contenders) > 1:
+                time.sleep(REST_S)
             runs_s[name].append(contend())
     return {name: Timing(seconds[0], tuple(seconds[1:])) for name, seconds in runs_s.items()}

@@ -1,8 +1,9 @@
 """Attention in two passes over K/V blocks that lie at absolute positions, and the layer that wires it.
 
-First pass: maximum and sum of the exponentials over the blocks. Second pass: probabilities, rounded to the model
-dtype as in the reference model, times values, accumulated in float32 and rounded once. A block without a visible key
-is an exact identity in both passes, so neither the cache's size nor the rows beyond the valid ones touch a bit.
+First pass: logits, kept block by block, their maximum and the sum of the exponentials. Second pass: probabilities,
+rounded to the model dtype as in the reference model, times values, accumulated in float32 and rounded once. A block
+without a visible key is an exact identity in both passes, so neither the cache's size nor the rows beyond the valid
+ones touch a bit.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ def visible(query_T: jax.Array, slot_S: jax.Array, end: jax.Array, window: int |
     distance_TxS = query_T[:, None] - slot_S[None, :]
     seen_TxS = (distance_TxS >= 0) & (slot_S < end)[None, :]
     return seen_TxS if window is None else seen_TxS & (distance_TxS < window)
+
+
+def per_head(equation: str, a_KxGxTxA: jax.Array, b_SxKxH: jax.Array) -> jax.Array:
+    """A product for every key/value head, float32; for a single one it is written as the product of two matrices.
+
+    For a product over a batch of one XLA's CPU backend transposes the keys, block by block, in every step.
+    """
+    num_kv_heads, num_groups, num_lanes, _ = a_KxGxTxA.shape
+    if num_kv_heads > 1:
+        return layers.dot(equation, a_KxGxTxA, b_SxKxH)
+    flat = equation.replace("K", "").replace("GT", "T")
+    rows_TxA = a_KxGxTxA.reshape(num_groups * num_lanes, -1)
+    return layers.dot(flat, rows_TxA, b_SxKxH[:, 0]).reshape(1, num_groups, num_lanes, -1)
 
 
 def block_attention(
@@ -74,35 +88,43 @@ def block_attention(
     oldest = jnp.maximum(start - (window - 1), 0) if window else jnp.zeros_like(start)
     first_block, last_block = oldest // kv_block, (end - 1) // kv_block + 1
 
-    def scores(block):
-        """Masked logits of one block's keys, which of them each lane sees, and their slots."""
-        k_rot_SxKxH = cache_lib.read_slots(layer.k_rot_SxKxH, block * kv_block, kv_block, dtype)
-        logits_KxGxTxS = layers.dot("KGTH,SKH->KGTS", q_KxGxTxH, k_rot_SxKxH).astype(dtype)
+    def slots(block):
+        """Slots of a block, and which of them each lane sees."""
         slot_S = block * kv_block + jnp.arange(kv_block, dtype=jnp.int32)
-        seen_1x1xTxS = visible(query_T, slot_S, end, window)[None, None]
-        wide_KxGxTxS = layers.scaled(logits_KxGxTxS, scale).astype(jnp.float32)
-        return jnp.where(seen_1x1xTxS, wide_KxGxTxS, MASKED), seen_1x1xTxS, slot_S
+        return slot_S, visible(query_T, slot_S, end, window)[None, None]
 
     def first_pass(block, carry):
-        max_KxGxT, sum_KxGxT = carry
-        logits_KxGxTxS, seen_1x1xTxS, _ = scores(block)
+        max_KxGxT, sum_KxGxT, logits_JxKxGxTxS = carry
+        _, seen_1x1xTxS = slots(block)
+        k_rot_SxKxH = cache_lib.read_slots(layer.k_rot_SxKxH, block * kv_block, kv_block, dtype)
+        rounded_KxGxTxS = per_head("KGTH,SKH->KGTS", q_KxGxTxH, k_rot_SxKxH).astype(dtype)
+        logits_KxGxTxS = layers.scaled(rounded_KxGxTxS, scale).astype(jnp.float32)
+        logits_KxGxTxS = jnp.where(seen_1x1xTxS, logits_KxGxTxS, MASKED)
         new_max_KxGxT = jnp.maximum(max_KxGxT, jnp.max(logits_KxGxTxS, axis=-1))
         exp_KxGxTxS = jnp.where(seen_1x1xTxS, jnp.exp(logits_KxGxTxS - new_max_KxGxT[..., None]), 0.0)
         rescaled_KxGxT = sum_KxGxT * jnp.exp(max_KxGxT - new_max_KxGxT)
-        return new_max_KxGxT, rescaled_KxGxT + jnp.sum(exp_KxGxTxS, axis=-1)
+        kept = lax.dynamic_update_index_in_dim(logits_JxKxGxTxS, logits_KxGxTxS, block - first_block, 0)
+        return new_max_KxGxT, rescaled_KxGxT + jnp.sum(exp_KxGxTxS, axis=-1), kept
 
     def second_pass(block, out_KxGxTxH):
-        logits_KxGxTxS, seen_1x1xTxS, slot_S = scores(block)
+        slot_S, seen_1x1xTxS = slots(block)
+        logits_KxGxTxS = lax.dynamic_index_in_dim(logits_JxKxGxTxS, block - first_block, 0, keepdims=False)
         p_KxGxTxS = jnp.exp(logits_KxGxTxS - max_KxGxT[..., None]) / sum_KxGxT[..., None]
         p_KxGxTxS = jnp.where(seen_1x1xTxS, p_KxGxTxS, 0.0).astype(dtype)
         readable_S = (slot_S >= oldest) & (slot_S < end)
         v_SxKxH = cache_lib.read_slots(layer.v_SxKxH, block * kv_block, kv_block, dtype)
         v_SxKxH = jnp.where(readable_S[:, None, None], v_SxKxH, jnp.zeros((), dtype))  # 0 x NaN is NaN
-        return out_KxGxTxH + layers.dot("KGTS,SKH->KGTH", p_KxGxTxS, v_SxKxH)
+        return out_KxGxTxH + per_head("KGTS,SKH->KGTH", p_KxGxTxS, v_SxKxH)
 
     rows = q_KxGxTxH.shape[:3]
-    empty = (jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32))
-    max_KxGxT, sum_KxGxT = lax.fori_loop(first_block, last_block, first_pass, empty)
+    num_blocks = -(-layer.k_rot_SxKxH.shape[0] // kv_block)
+    if window:
+        num_blocks = min(num_blocks, (window - 1 + num_lanes - 1) // kv_block + 2)
+    lowest_KxGxT, none_KxGxT = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
+    no_logits = jnp.zeros((num_blocks, *rows, kv_block), jnp.float32)
+    max_KxGxT, sum_KxGxT, logits_JxKxGxTxS = lax.fori_loop(
+        first_block, last_block, first_pass, (lowest_KxGxT, none_KxGxT, no_logits)
+    )
     out_KxGxTxH = lax.fori_loop(first_block, last_block, second_pass, jnp.zeros((*rows, head_dim), jnp.float32))
     return out_KxGxTxH.astype(dtype).transpose(2, 0, 1, 3).reshape(num_lanes, num_heads, head_dim)
 

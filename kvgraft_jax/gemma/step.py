@@ -77,8 +77,8 @@ class Programs:
 
     Attributes:
       step: (params, tables, cache, tokens_T int32 [W], start int32, count int32) -> StepResult; the cache is donated.
-      head: (params, hidden_TxD [W, D], lane int32) -> float32 [head_lanes, V] logits of the lanes from `lane` on;
-        rows past the last lane repeat it.
+      head: (params, hidden_TxD [W, D], lane int32) -> head_lanes arrays float32 [V], the logits of the lanes from
+        `lane` on, each in a buffer of its own; those past the last lane repeat it.
     """
 
     def __init__(self, config: StepConfig):
@@ -91,10 +91,10 @@ class Programs:
         hidden_TxD, cache = self._model.apply({"params": params}, tokens_T, tables, cache, start, count)
         return StepResult(hidden_TxD, cache)
 
-    def _head(self, params, hidden_TxD, lane) -> jax.Array:
+    def _head(self, params, hidden_TxD, lane) -> tuple[jax.Array, ...]:
         lane_B = lane + jnp.arange(self.config.head_lanes, dtype=jnp.int32)
         hidden_BxD = jnp.take(hidden_TxD, lane_B, axis=0, mode="clip")
-        return self._model.apply({"params": params}, hidden_BxD, method=self._model.head)
+        return tuple(self._model.apply({"params": params}, hidden_BxD, method=self._model.head))
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
