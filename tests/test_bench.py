@@ -229,7 +229,8 @@ def test_figures_print_wanted_got_and_ok():
 
 def test_memory_is_measured_in_processes_of_their_own():
     found = memory.measure(tiny.URI, "bfloat16", 64, 32)
-    assert found.cache_bytes == 2 * 7 * (128 + engine.DEFAULT_WIDTH) * 2 * 32 * 2  # keys, values; layers; slots; heads; width; bytes
+    slots = 128 + engine.DEFAULT_WIDTH
+    assert found.cache_bytes == 2 * 7 * slots * 2 * 32 * 2  # keys and values; layers; slots; heads; head width; bytes
     assert found.base_bytes > 0 and found.weights_bytes > 0
     for phase in (found.loading, found.engine, found.prefill):
         assert phase.peak_bytes >= phase.resident_bytes > 0
