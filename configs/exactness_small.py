@@ -29,6 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.samples = 50
     config.min_tokens = 2
     config.max_tokens = 200
+    config.spread_tokens = 200
     config.decode_steps = 16
     # schedule_invariance
     config.schedules = 40

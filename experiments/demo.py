@@ -310,6 +310,7 @@ def show_exactness(engine: kg.Engine, seed: int, samples: int, root: pathlib.Pat
         samples=samples,
         min_tokens=20,
         max_tokens=200,
+        spread_tokens=200,
         decode_steps=4,
     )
     figures = graft_exactness.run(settings, engine.model, root).figures

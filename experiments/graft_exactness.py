@@ -40,7 +40,9 @@ class Settings:
       seed: of lengths, cuts and schedules.
       width, kv_block, capacity: of the donor's engine.
       samples: number of texts.
-      min_tokens, max_tokens: length of a text; a cut of special interest may make one longer than drawn.
+      min_tokens, max_tokens: length of a text.
+      spread_tokens: longest text whose length is drawn, not given by a cut of special interest; above max_tokens it
+        says nothing.
       decode_steps: greedy steps after each text.
     """
 
@@ -53,14 +55,16 @@ class Settings:
     samples: int
     min_tokens: int
     max_tokens: int
+    spread_tokens: int
     decode_steps: int
 
     def __post_init__(self):
         if self.samples < 1:
             raise errors.ConfigError(f"samples: got {self.samples}, wanted 1 or more")
-        if not 1 <= self.min_tokens <= self.max_tokens:
+        if not 1 <= self.min_tokens <= min(self.max_tokens, self.spread_tokens):
             raise errors.ConfigError(
-                f"min_tokens, max_tokens: got {self.min_tokens}, {self.max_tokens}, wanted 1 <= min <= max"
+                f"min_tokens, max_tokens, spread_tokens: got {self.min_tokens}, {self.max_tokens}, "
+                f"{self.spread_tokens}, wanted 1 <= min_tokens <= each of the others"
             )
         if self.decode_steps < 0 or self.seed < 0:
             raise errors.ConfigError(f"decode_steps, seed: got {self.decode_steps}, {self.seed}, wanted 0 or more")
@@ -105,24 +109,27 @@ class Hashes:
 def plan_samples(settings: Settings, window: int | None, corpus: corpus_lib.Corpus) -> tuple[Sample, ...]:
     """Draws texts, cuts and schedules.
 
-    Every second sample is cut where something changes: after one or two tokens, around the window w, at 2 w + 3, and
-    around a K/V block. On every second round of these, nothing follows the cut. The others have lengths spread evenly
-    over the orders of magnitude, and a cut anywhere.
+    Every second sample is cut where something changes, until all such places had their turn twice: after one or two
+    tokens, around a K/V block, around the window w, one block behind it, and at 2 w + 3. The second time nothing
+    follows the cut. The others have lengths spread evenly over the orders of magnitude, and a cut anywhere.
     """
     rng = np.random.default_rng(settings.seed)
     block, shortest, longest = settings.kv_block, settings.min_tokens, settings.max_tokens
-    edges = [1, 2, block - 1, block, block + 1, *([window - 1, window, window + 1, 2 * window + 3] if window else [])]
+    low, high = np.log(shortest), np.log(min(settings.spread_tokens, longest) + 1)
+    around = [window - 1, window, window + 1, window + block + 1, 2 * window + 3] if window else []
+    edges = [1, 2, block - 1, block, block + 1, *around]
     edges = [edge for edge in sorted(set(edges)) if 1 <= edge <= longest]
     samples = []
     for number in range(settings.samples):
         edge_round, which = divmod(number // 2, len(edges))
-        if number % 2 == 0 and edge_round % 2 == 0:
+        is_edge = number % 2 == 0 and edge_round < 2
+        if is_edge and edge_round == 0:
             cut = edges[which]
             length = max(shortest, min(longest, cut + int(rng.integers(1, 33))))
-        elif number % 2 == 0:
+        elif is_edge:
             cut = length = max(shortest, edges[which])
         else:
-            length = int(np.exp(rng.uniform(np.log(shortest), np.log(longest + 1))))
+            length = int(np.exp(rng.uniform(low, high)))
             cut = int(rng.integers(1, length + 1))
         inner = [place for place in range(1, length) if place != cut]
         num_cuts = min(len(inner), int(rng.integers(1, _MAX_PIECES)))
@@ -143,6 +150,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         artifact_ids, fresh = _donate(settings, engine, samples, scratch)
         job = {
             "settings": dataclasses.asdict(settings),
+            "mesh": 1 if model.mesh is None else model.mesh.size,
             "samples": [dataclasses.asdict(sample) for sample in samples],
             "artifact_ids": artifact_ids,
         }
@@ -179,7 +187,7 @@ def recipient(scratch: pathlib.Path) -> int:
     """The part of the new process: load, graft, read on, decode; writes hashes, KL and argmax to a file. Returns 0."""
     job = json.loads((scratch / _JOB).read_text())
     settings = Settings(**job["settings"])
-    model = kg.load_model(settings.model, settings.dtype)
+    model = kg.load_model(settings.model, settings.dtype, mesh=kg.make_mesh(job["mesh"]))
     capacity = settings.capacity + settings.kv_block
     engine = kg.Engine(model, capacity=capacity, width=settings.width, kv_block=settings.kv_block)
     logits_LxV = np.load(scratch / _LOGITS, mmap_mode="r")

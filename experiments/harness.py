@@ -88,7 +88,9 @@ def main(experiment: Experiment) -> None:
     config = config_flags.DEFINE_config_file("config", help_string="configs/FILE.py; --config.FIELD=VALUE overrides")
     out = flags.DEFINE_string("out", None, "folder for the results; new or empty")
 
-    start(experiment.name, lambda: execute(experiment, config.value, out.value))
+    mesh = flags.DEFINE_integer("mesh", 1, "devices over which parameters and cache are spread")
+
+    start(experiment.name, lambda: execute(experiment, config.value, out.value, mesh.value))
 
 
 def start(name: str, run: Callable[[], int]) -> None:
@@ -119,18 +121,21 @@ def guard(name: str, run: Callable[[], int]) -> int:
         return _refuse(name, "stopped by the error above, which is a mistake in the program")
 
 
-def execute(experiment: Experiment, config: Mapping[str, Any] | None, out: str | os.PathLike[str] | None) -> int:
+def execute(
+    experiment: Experiment, config: Mapping[str, Any] | None, out: str | os.PathLike[str] | None, mesh: int = 1
+) -> int:
     """Checks everything that was asked for, runs, writes the results, prints the table.
 
     Args:
       experiment: what to run.
       config: the configuration; fields that this experiment does not read are those of another.
       out: folder for the results.
+      mesh: devices over which the model is spread.
 
     Returns:
       The exit code.
     """
-    return guard(experiment.name, lambda: _execute(experiment, config, out))
+    return guard(experiment.name, lambda: _execute(experiment, config, out, mesh))
 
 
 def read_settings(settings_type: type, config: Mapping[str, Any] | None) -> Any:
@@ -244,11 +249,14 @@ def _refuse(name: str, message: str) -> int:
     return REFUSED
 
 
-def _execute(experiment: Experiment, config: Mapping[str, Any] | None, out: str | os.PathLike[str] | None) -> int:
+def _execute(
+    experiment: Experiment, config: Mapping[str, Any] | None, out: str | os.PathLike[str] | None, mesh: int
+) -> int:
     settings = read_settings(experiment.settings, config)
+    devices = kg.make_mesh(mesh)
     folder = new_folder(out)
     began = time.perf_counter()
-    model = kg.load_model(settings.model, settings.dtype)
+    model = kg.load_model(settings.model, settings.dtype, mesh=devices)
     findings = experiment.run(settings, model, folder)
     document = _document(experiment, settings, findings, time.perf_counter() - began)
     write_text(folder / RESULT, json.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         WindowError,
     )
     from kvgraft_jax.gemma.model import Model, load_model
+    from kvgraft_jax.gemma.placement import make_mesh
     from kvgraft_jax.gemma.state import State
     from kvgraft_jax.grafting.artifact import Artifact
     from kvgraft_jax.grafting.compare import Comparison, compare
@@ -56,6 +57,7 @@ _HOMES = {
     "Engine": "engine",
     "Model": "gemma.model",
     "load_model": "gemma.model",
+    "make_mesh": "gemma.placement",
     "State": "gemma.state",
     "Artifact": "grafting.artifact",
     "Comparison": "grafting.compare",

@@ -16,7 +16,7 @@ import numpy as np
 from kvgraft_jax import determinism, errors, host_memory
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import generate, rotary
+from kvgraft_jax.gemma import generate, placement, rotary
 from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.gemma import step as step_lib
@@ -70,10 +70,10 @@ class Engine:
             raise errors.ConfigError(f"capacity: got {capacity}, wanted 1 to {1 << 22} tokens")
         if not isinstance(model, model_lib.Model):
             raise errors.InputError(f"model: got a {type(model).__name__}, wanted what load_model returns")
-        config = step_lib.StepConfig(model.config, model.dtype, width, kv_block)
+        config = step_lib.StepConfig(model.config, model.dtype, width, kv_block, mesh=model.mesh)
         determinism.assert_in_force()
         capacity = -(-capacity // kv_block) * kv_block
-        tables = rotary.make_tables(model.config, capacity + width, config.jnp_dtype)
+        tables = rotary.make_tables(model.config, capacity + width, config.jnp_dtype, model.mesh)
         # A plain dict of dicts is the tree that jit takes apart fastest; nobody else holds this one.
         runner = generate.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
         vars(self).update(model=model, capacity=capacity, step_config=config, runner=runner, _has_compiled=False)
@@ -85,8 +85,9 @@ class Engine:
     def pin(self) -> pin_lib.Pin:
         """The document of everything that decides the bits; equal for every engine of equal settings."""
         determinism.check_options()
-        (device,) = jax.tree.leaves(self.model.params)[0].devices()
         config, tokenizer, chat = self.step_config, self.model.tokenizer, self.model.chat
+        device, *_ = jax.tree.leaves(self.model.params)[0].devices()
+        mesh = {} if config.mesh is None else {"mesh": {placement.AXIS: config.mesh.size}}
         return pin_lib.Pin(
             {
                 "schema": pin_lib.SCHEMA,
@@ -100,6 +101,7 @@ class Engine:
                 "head_lanes": config.head_lanes,
                 "rotary_rule": rotary.ENGINE_RULE,
                 "program": self.runner.programs.fingerprint,
+                **mesh,
                 **determinism.environment(device),
             }
         )
@@ -257,7 +259,7 @@ class Engine:
 
     def _fresh_cache(self) -> cache_lib.Cache:
         config = self.step_config
-        return cache_lib.make_cache(config.model, self.capacity + config.width, config.jnp_dtype)
+        return cache_lib.make_cache(config.model, self.capacity + config.width, config.jnp_dtype, config.mesh)
 
     def _read(
         self, cache: cache_lib.Cache, before: state_lib.State | None, token_ids: tuple[int, ...], *, progress: bool

@@ -12,8 +12,9 @@ import typing
 
 import pytest
 
-from configs import exactness_270m, exactness_small
-from experiments import corpus, graft_exactness, harness, schedule_invariance
+from configs import exactness_270m, exactness_gemma4_12b, exactness_gemma4_31b, exactness_small
+from experiments import corpus as corpus_lib
+from experiments import graft_exactness, harness, schedule_invariance
 import kvgraft_jax as kg
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
@@ -174,6 +175,7 @@ def test_the_output_folder_is_checked_before_any_compute(tmp_path, capsys, monke
         ({"samples": 2.0}, "samples"),
         ({"min_tokens": 0}, "min_tokens"),
         ({"min_tokens": 201}, "min_tokens"),
+        ({"spread_tokens": 1}, "spread_tokens"),
         ({"decode_steps": -1}, "decode_steps"),
         ({"seed": -1}, "seed"),
         ({"capacity": 215}, "capacity"),
@@ -292,6 +294,36 @@ def test_the_270m_grafts_exactly(tmp_path):
     assert document["samples"] == document["decode_sha256_equal"] == 4 and document["kl_nats_max"] == 0.0
 
 
+@pytest.mark.parametrize("module", [exactness_gemma4_12b, exactness_gemma4_31b])
+def test_configurations_of_the_large_sizes_stay_short_and_go_beyond_the_window(module):
+    fields = module.get_config()
+    names = {field.name for field in dataclasses.fields(graft_exactness.Settings)}
+    settings = graft_exactness.Settings(**{name: fields[name] for name in names})
+    corpus = corpus_lib.Corpus(tuple(tuple(range(50)) for _ in range(20)), 2, "")
+    lengths = [len(sample.token_ids) for sample in graft_exactness.plan_samples(settings, 1024, corpus)]
+    assert len(lengths) == 50 and min(lengths) >= 32 and max(lengths) <= 1300 and settings.decode_steps == 8
+    assert sum(lengths) / 50 <= 250 and sum(length > 1024 for length in lengths) >= 5
+    assert fields.schedules == 12 and fields.text_tokens > 1024 and fields.dtype == "bfloat16"
+
+
+# What a GPU runs in full: six layers of the true widths, a small vocabulary, five short texts.
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["12b", "31b"])
+def test_exactness_at_the_widths_of_gemma_4(size, tmp_path):
+    result = command(
+        "graft_exactness",
+        f"--config=configs/exactness_gemma4_{size}.py",
+        f"--config.model=random:gemma-4-{size}?layers=6&vocab=8192&seed=0",
+        "--config.samples=5",
+        "--config.max_tokens=200",
+        "--config.width=16",
+        f"--out={tmp_path}",
+    )
+    assert result.returncode == 0, result.stderr
+    document = results(tmp_path)
+    assert document["samples"] == document["decode_sha256_equal"] == 5 and document["kl_nats_max"] == 0.0
+
+
 def test_configurations_measure_the_default_engine_and_cross_window_and_blocks():
     real, small = exactness_270m.get_config(), exactness_small.get_config()
     assert (real.width, real.kv_block) == (engine_lib.DEFAULT_WIDTH, engine_lib.DEFAULT_KV_BLOCK)
@@ -301,11 +333,11 @@ def test_configurations_measure_the_default_engine_and_cross_window_and_blocks()
 
 
 def test_the_corpus_is_the_same_every_time_and_long_enough():
-    documents = corpus.documents()
+    documents = corpus_lib.documents()
     assert len(documents) > 1000 and sum(map(len, documents)) > 300_000 and all(documents)
     model = kg.load_model(config().model)
-    tokens = corpus.tokenize(model)
-    assert tokens.sha256 == corpus.tokenize(model).sha256
+    tokens = corpus_lib.tokenize(model)
+    assert tokens.sha256 == corpus_lib.tokenize(model).sha256
     sample = tokens.sample(len(documents) - 1, 3000)
     assert len(sample) == 3000 and sample[0] == tokens.bos_id and tokens.sample(len(documents) - 1, 30) == sample[:30]
     first = [byte % model.config.vocab_size for byte in documents[-1].encode()]

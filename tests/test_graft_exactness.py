@@ -19,7 +19,7 @@ CORPUS = corpus_lib.Corpus(tuple(tuple(range(10 * n, 10 * n + 7)) for n in range
 
 def settings(**changes):
     values = dict(model=MODEL, dtype="bfloat16", seed=0, width=16, kv_block=128, capacity=1280, samples=50)
-    values |= dict(min_tokens=2, max_tokens=1200, decode_steps=16)
+    values |= dict(min_tokens=2, max_tokens=1200, spread_tokens=1200, decode_steps=16)
     return graft_exactness.Settings(**values | changes)
 
 
@@ -29,9 +29,9 @@ def test_samples_reach_every_edge_and_are_read_otherwise_than_they_were_deposite
     assert samples != graft_exactness.plan_samples(settings(seed=1), 512, CORPUS)
     assert len(samples) == 50 and len(set(samples)) >= 48
     cuts = {sample.cut for sample in samples}
-    assert {1, 2, 127, 128, 129, 511, 512, 513, 1027} <= cuts and len(cuts) > 25
+    assert {1, 2, 127, 128, 129, 511, 512, 513, 641, 1027} <= cuts and len(cuts) > 25
     full_hits = {sample.cut for sample in samples if sample.cut == len(sample.token_ids)}
-    assert {2, 127, 128, 129, 511, 512, 513, 1027} <= full_hits and len(full_hits) < 25
+    assert {2, 127, 128, 129, 511, 512, 513, 641, 1027} <= full_hits and len(full_hits) < 25
     lengths = [len(sample.token_ids) for sample in samples]
     assert min(lengths) < 20 and max(lengths) > 1030 and 200 < np.mean(lengths) < 350
     for sample in samples:

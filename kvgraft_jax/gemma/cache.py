@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jax import lax
+from jax import lax, sharding
 import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import notation
 from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import placement
 
 
 @jax.tree_util.register_dataclass
@@ -53,13 +54,15 @@ class Cache:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
-def make_cache(config: config_lib.GemmaConfig, num_slots: int, dtype: jnp.dtype) -> Cache:
-    """A zeroed cache of `num_slots` slots per layer for a model of `dtype`."""
+def make_cache(
+    config: config_lib.GemmaConfig, num_slots: int, dtype: jnp.dtype, mesh: sharding.Mesh | None = None
+) -> Cache:
+    """A zeroed cache of `num_slots` slots per layer for a model of `dtype`, spread over `mesh` if there is one."""
 
     def layer(attention: config_lib.AttentionConfig) -> LayerCache:
         shape = (num_slots, attention.num_kv_heads, attention.head_dim)
-        held = storage_dtype(dtype)
-        return LayerCache(jnp.zeros(shape, held), jnp.zeros(shape, held))
+        held, place = storage_dtype(dtype), placement.of_rows(mesh, shape)
+        return LayerCache(jnp.zeros(shape, held, device=place), jnp.zeros(shape, held, device=place))
 
     return Cache(tuple(layer(config.attention(index)) for index in range(config.num_kv_layers)))
 

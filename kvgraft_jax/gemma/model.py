@@ -7,13 +7,14 @@ import pathlib
 from urllib import parse
 
 import flax
+from jax import sharding
 import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import errors, host_memory
 from kvgraft_jax.gemma import chat as chat_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import configurations
+from kvgraft_jax.gemma import configurations, placement
 from kvgraft_jax.gemma import tokenizer as tokenizer_lib
 from kvgraft_jax.gemma.weights import (
     assemble,
@@ -50,12 +51,13 @@ class Model:
 
     Attributes:
       config: what it is made of.
-      params: immutable nested tree as in `weights.layout`, on the default device.
+      params: immutable nested tree as in `weights.layout`, on the default device or spread over the mesh.
       tokenizer: None where the checkpoint has none.
       chat: its prompt template; None without a tokenizer.
       digest: SHA-256 (hex) of the parameters: equal weights in equal dtype give one digest, whatever the file format.
       dtype: "bfloat16" or "float32".
       uri: where it was loaded from.
+      mesh: devices over which it is spread; None is the default device.
     """
 
     config: config_lib.GemmaConfig
@@ -65,9 +67,10 @@ class Model:
     digest: str
     dtype: str
     uri: str
+    mesh: sharding.Mesh | None = None
 
 
-def load_model(uri: str, dtype: str = "bfloat16") -> Model:
+def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None = None) -> Model:
     """Loads the model at `uri`.
 
     Exact: bit-exact where `dtype` holds the stored values, else rounded once to nearest even.
@@ -79,14 +82,17 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
         `vocab`, `embed`, `hidden`, `heads`, `kv_heads`, `head_dim`, `window`, `experts` and `per_layer`; see
         `weights.random_init.cut`.
       dtype: "bfloat16" or "float32".
+      mesh: devices over which parameters and, later, caches are spread: `make_mesh(num_devices)`; None is the default
+        device. It is part of the pin: other bits than on one device, but the same ones every time.
 
     Raises:
-      ConfigError: a URI, dtype or configuration that is not accepted.
+      ConfigError: a URI, dtype, mesh or configuration that is not accepted.
       WeightsError: a checkpoint that is missing, damaged, or does not hold the tensors that the model needs.
       ResourceError: the parameters do not fit the memory that the device has free; raised before they are loaded.
       TokenizerError: tokenizer files that cannot be read.
     """
     as_dtype = _checked_dtype(dtype)
+    placement.check_mesh(mesh)
     if not isinstance(uri, str):
         raise errors.ConfigError(f"model URI: got {type(uri).__name__}, wanted {_SCHEMES}")
     scheme, colon, rest = uri.partition(":")
@@ -94,8 +100,8 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
         raise errors.ConfigError(f"model URI: got {uri!r}, wanted {_SCHEMES}")
     if scheme == "random":
         config, seed = _random_config(rest)
-        weights = random_init.initialise(config, seed, as_dtype)
-        return Model(config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri)
+        weights = random_init.initialise(config, seed, as_dtype, mesh)
+        return Model(config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri, mesh)
     try:
         source, tokenizer, template = _open(scheme, rest)
         chat = None if tokenizer is None else chat_lib.Chat(tokenizer, _style(template, source.config, source.origin))
@@ -106,9 +112,9 @@ def load_model(uri: str, dtype: str = "bfloat16") -> Model:
             f"{uri}: its configuration, header or tokenizer holds a value of a kind that no export writes "
             f"({type(error).__name__}: {str(error)[:200]}); export or download it again"
         ) from error
-    weights = assemble.assemble(source, as_dtype)
+    weights = assemble.assemble(source, as_dtype, mesh)
     host_memory.trim()
-    return Model(source.config, flax.core.freeze(weights.params), tokenizer, chat, weights.digest, dtype, uri)
+    return Model(source.config, flax.core.freeze(weights.params), tokenizer, chat, weights.digest, dtype, uri, mesh)
 
 
 def _open(scheme: str, rest: str) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jax import lax
+from jax import lax, sharding
 import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import placement
 
 REFERENCE, CORRECT = "reference", "correct"
 RULES = (REFERENCE, CORRECT)
@@ -115,13 +116,16 @@ def rotary_tables_f32(frequency_R: np.ndarray, num_positions: int) -> tuple[np.n
     return np.cos(wide_SxR).astype(np.float32), np.sin(wide_SxR).astype(np.float32)
 
 
-def make_tables(config: config_lib.GemmaConfig, num_positions: int, dtype: jnp.dtype) -> RotaryTables:
-    """The tables of both attention kinds on the default device, rounded to the model dtype."""
+def make_tables(
+    config: config_lib.GemmaConfig, num_positions: int, dtype: jnp.dtype, mesh: sharding.Mesh | None = None
+) -> RotaryTables:
+    """The tables of both attention kinds on the default device or the whole mesh, rounded to the model dtype."""
 
     def table(attention: config_lib.AttentionConfig) -> RotaryTable:
         frequency_R = rotary_frequencies(attention.head_dim, attention.rotary)
         cos_SxR, sin_SxR = rotary_tables_f32(frequency_R, num_positions)
-        return RotaryTable(jnp.asarray(cos_SxR.astype(dtype)), jnp.asarray(sin_SxR.astype(dtype)))
+        place = placement.whole(mesh)
+        return RotaryTable(*(jnp.asarray(array_SxR.astype(dtype), device=place) for array_SxR in (cos_SxR, sin_SxR)))
 
     return RotaryTables(sliding=table(config.sliding), full=table(config.full))
 

@@ -11,14 +11,15 @@ import dataclasses
 import functools
 
 import jax
+from jax import sharding
 import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import digest, errors
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import placement, transformer
 from kvgraft_jax.gemma import rotary as rotary_lib
-from kvgraft_jax.gemma import transformer
 from kvgraft_jax.gemma.weights import layout
 
 DTYPES = ("bfloat16", "float32")
@@ -34,6 +35,7 @@ class StepConfig:
       width: W, lanes of a step.
       kv_block: slots per attention block.
       head_lanes: lanes of a head call; 2 or more (a product with one row takes a slow path on CPU).
+      mesh: devices over which parameters and cache are spread; None is one device.
     """
 
     model: config_lib.GemmaConfig
@@ -41,6 +43,7 @@ class StepConfig:
     width: int
     kv_block: int
     head_lanes: int = 2
+    mesh: sharding.Mesh | None = None
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
@@ -89,12 +92,15 @@ class Programs:
 
     def _step(self, params, tables, cache, tokens_T, start, count) -> StepResult:
         hidden_TxD, cache = self._model.apply({"params": params}, tokens_T, tables, cache, start, count)
-        return StepResult(hidden_TxD, cache)
+        mesh = self.config.mesh
+        rows = functools.partial(placement.kept_rows, mesh)
+        return StepResult(placement.kept_whole(mesh, hidden_TxD), jax.tree.map(rows, cache))
 
     def _head(self, params, hidden_TxD, lane) -> tuple[jax.Array, ...]:
         lane_B = lane + jnp.arange(self.config.head_lanes, dtype=jnp.int32)
         hidden_BxD = jnp.take(hidden_TxD, lane_B, axis=0, mode="clip")
-        return tuple(self._model.apply({"params": params}, hidden_BxD, method=self._model.head))
+        logits_BxV = self._model.apply({"params": params}, hidden_BxD, method=self._model.head)
+        return tuple(placement.kept_whole(self.config.mesh, logits_BxV))
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -102,28 +108,33 @@ class Programs:
 
         The text holds no file names and no weights, and the capacity of an engine is not in it.
         """
-        width, embed_dim = self.config.width, self.config.model.embed_dim
+        model, mesh, width = self.config.model, self.config.mesh, self.config.width
         tables, cache = self._abstract(4 * self.config.kv_block + width)
         dtype = self.config.jnp_dtype
+        places = {p.path: (p.shape, placement.of_parameter(mesh, model, p)) for p in layout.parameters(model)}
         params = layout.nest(
-            {p.path: jax.ShapeDtypeStruct(p.shape, dtype) for p in layout.parameters(self.config.model)}
+            {path: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for path, (shape, place) in places.items()}
         )
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         tokens_T = jax.ShapeDtypeStruct((width,), jnp.int32)
-        hidden_TxD = jax.ShapeDtypeStruct((width, embed_dim), dtype)
+        hidden_TxD = jax.ShapeDtypeStruct((width, model.embed_dim), dtype)
         return {
             "step": _text_digest(self.step.lower(params, tables, cache, tokens_T, scalar, scalar)),
             "head": _text_digest(self.head.lower(params, hidden_TxD, scalar)),
         }
 
     def _abstract(self, num_slots: int) -> tuple[rotary_lib.RotaryTables, cache_lib.Cache]:
-        model, dtype = self.config.model, self.config.jnp_dtype
+        model, dtype, mesh = self.config.model, self.config.jnp_dtype, self.config.mesh
 
         def table(attention: config_lib.AttentionConfig) -> rotary_lib.RotaryTable:
             rows_SxR = jax.ShapeDtypeStruct((num_slots, attention.head_dim // 2), dtype)
             return rotary_lib.RotaryTable(rows_SxR, rows_SxR)
 
         cache = jax.eval_shape(lambda: cache_lib.make_cache(model, num_slots, dtype))
+        if mesh is not None:
+            cache = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.of_rows(mesh, x.shape)), cache
+            )
         return rotary_lib.RotaryTables(table(model.sliding), table(model.full)), cache
 
 

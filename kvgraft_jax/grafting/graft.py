@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from jax import sharding
 import jax.numpy as jnp
 
 from kvgraft_jax import errors
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import generate
+from kvgraft_jax.gemma import generate, placement
 from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
@@ -21,6 +22,7 @@ MACHINE_FIELDS = (
     "jax",
     "jaxlib",
     "kv_block",
+    "mesh",
     "platform",
     "program",
     "width",
@@ -99,14 +101,14 @@ def plan_graft(
     return not differences
 
 
-def apply_graft(artifact: artifact_lib.Artifact, num_slots: int) -> cache_lib.Cache:
+def apply_graft(artifact: artifact_lib.Artifact, num_slots: int, mesh: sharding.Mesh | None = None) -> cache_lib.Cache:
     """A fresh cache that holds the artifact's rows at their own positions.
 
     Exact: bit-exact copy of every row.
     """
     layers: dict[int, cache_lib.LayerCache] = {}
     for stack in artifact.stacks:
-        placed = rows.placed_rows(stack.kv_Lx2xSxKxH, stack.start, num_slots)
+        placed = rows.placed_rows(stack.kv_Lx2xSxKxH, stack.start, num_slots, mesh)
         layers.update(zip(stack.layers, placed, strict=True))
     return cache_lib.Cache(tuple(layers[index] for index in sorted(layers)))
 
@@ -117,9 +119,9 @@ def graft(
     """The state that the artifact was captured from, in a fresh context; `exact` is what `plan_graft` returned."""
     sliding_starts = [stack.start for stack in artifact.stacks if stack.kind == config_lib.SLIDING]
     return state_lib.State(
-        cache=apply_graft(artifact, capacity + config.width),
+        cache=apply_graft(artifact, capacity + config.width, config.mesh),
         token_ids=artifact.token_ids,
-        logits=jnp.array(artifact.logits_V),
+        logits=jnp.array(artifact.logits_V, device=placement.whole(config.mesh)),
         step_config=config,
         weights=weights,
         exact=exact,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 
 import jax
-from jax import lax
+from jax import lax, sharding
 import numpy as np
 
 from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import placement
 
 LayerCaches = tuple[cache_lib.LayerCache, ...]
 
@@ -36,7 +37,7 @@ def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int, dtype: 
     return kv_Lx2xSxKxH.view(dtype)
 
 
-def placed_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int) -> LayerCaches:
+def placed_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int, mesh: sharding.Mesh | None = None) -> LayerCaches:
     """Layer caches of `num_slots` slots that hold the given rows from slot `start` on, and zeros elsewhere.
 
     Exact: bit-exact copy; no computation touches the rows, and the device arrays share no memory with the argument.
@@ -47,6 +48,7 @@ def placed_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int) -> LayerCa
     def placed(rows_SxKxH: np.ndarray) -> jax.Array:
         slots_SxKxH = np.zeros((num_slots, *rows_SxKxH.shape[1:]), rows_SxKxH.dtype)
         slots_SxKxH[start:stop] = rows_SxKxH
-        return jax.device_put(slots_SxKxH)  # may take the buffer over; nothing else holds it
+        place = placement.of_rows(mesh, slots_SxKxH.shape)
+        return jax.device_put(slots_SxKxH, place)  # may take the buffer over; nothing else holds it
 
     return tuple(cache_lib.LayerCache(placed(kv[0]), placed(kv[1])) for kv in kv_Lx2xSxKxH)

@@ -1,4 +1,4 @@
-"""Turns an opened checkpoint into the parameter tree on the default device, row by row, and its content digest."""
+"""Turns an opened checkpoint into the parameter tree on its device or mesh, row by row, and its content digest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import math
 import sys
 
 import jax
+from jax import sharding
 import numpy as np
 import tqdm
 
 from kvgraft_jax import digest as digest_lib
 from kvgraft_jax import errors
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import placement
 from kvgraft_jax.gemma.weights import layout, memory
 from kvgraft_jax.gemma.weights import source as source_lib
 
@@ -34,7 +37,7 @@ class Assembled:
     digest: str
 
 
-def assemble(source: source_lib.Source, dtype: np.dtype) -> Assembled:
+def assemble(source: source_lib.Source, dtype: np.dtype, mesh: sharding.Mesh | None = None) -> Assembled:
     """Loads every parameter of `source.config`.
 
     Exact: bit-exact where `dtype` holds the stored value, else rounded once to nearest even.
@@ -42,6 +45,7 @@ def assemble(source: source_lib.Source, dtype: np.dtype) -> Assembled:
     Args:
       source: an opened checkpoint.
       dtype: dtype of all leaves.
+      mesh: over which the parameters are spread, one after the other; None is the default device.
 
     Raises:
       WeightsError: one error that lists every tensor that is missing, unexpected or of the wrong shape.
@@ -58,15 +62,17 @@ def assemble(source: source_lib.Source, dtype: np.dtype) -> Assembled:
         array.flags.writeable = False
         content = digest_lib.array_digest(array)
         # On a CPU the device array may be this very buffer; nothing writes to it any more.
-        return jax.device_put(array).block_until_ready(), content
+        place = placement.of_parameter(mesh, source.config, parameter)
+        return jax.device_put(array, place).block_until_ready(), content
 
-    return collect(source.origin, parameters, dtype, load)
+    return collect(source.origin, source.config, dtype, mesh, load)
 
 
 def collect(
     origin: str,
-    parameters: tuple[layout.Parameter, ...],
+    config: config_lib.GemmaConfig,
     dtype: np.dtype,
+    mesh: sharding.Mesh | None,
     load: Callable[[layout.Parameter], tuple[jax.Array, str]],
 ) -> Assembled:
     """The tree and digest of what `load` returns (device array, array digest) for each parameter.
@@ -74,8 +80,14 @@ def collect(
     Raises:
       ResourceError: the device has not enough memory; raised before the first call of `load`.
     """
+    parameters = layout.parameters(config)
     total = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
-    memory.check(origin, total, jax.local_devices()[:1])
+    places = [placement.of_parameter(mesh, config, parameter) for parameter in parameters]
+    shards = [
+        parameter.shape if place is None else place.shard_shape(parameter.shape)
+        for parameter, place in zip(parameters, places, strict=True)
+    ]
+    memory.check(origin, sum(map(math.prod, shards)) * dtype.itemsize, placement.devices(mesh))
     leaves, digests = {}, {}
     if total > _PROGRESS_BYTES and not sys.stderr.isatty():
         print(f"kvgraft_jax: loading {origin} ({total / 1e6:.0f} MB)", file=sys.stderr)

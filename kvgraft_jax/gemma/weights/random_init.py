@@ -11,13 +11,14 @@ import hashlib
 import math
 
 import jax
-from jax import lax
+from jax import lax, sharding
 import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import digest as digest_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import placement
 from kvgraft_jax.gemma.weights import assemble, layout
 
 _FACTOR_RANGE = 0.25  # A power of two: see `_uniform`.
@@ -111,7 +112,9 @@ def _shared_layers(config: config_lib.GemmaConfig, kinds: tuple[str, ...]) -> in
     return shared
 
 
-def initialise(config: config_lib.GemmaConfig, seed: int, dtype: np.dtype) -> assemble.Assembled:
+def initialise(
+    config: config_lib.GemmaConfig, seed: int, dtype: np.dtype, mesh: sharding.Mesh | None = None
+) -> assemble.Assembled:
     """Random parameters for `config`.
 
     Math: kernels and embeddings are uniform with variance 1 / fan-in (for an embedding its width, so that scaled
@@ -124,6 +127,7 @@ def initialise(config: config_lib.GemmaConfig, seed: int, dtype: np.dtype) -> as
       config: any configuration.
       seed: chooses the weights; 0 or above.
       dtype: dtype of all leaves.
+      mesh: over which the parameters are spread; None is the default device.
     """
 
     def load(parameter: layout.Parameter) -> tuple[jax.Array, str]:
@@ -132,16 +136,23 @@ def initialise(config: config_lib.GemmaConfig, seed: int, dtype: np.dtype) -> as
         centre = 0 if config.norm_plus_one or not parameter.is_scale else round(2**23 / _FACTOR_RANGE)
         key = int.from_bytes(hashlib.sha256(f"{seed}/{parameter.path}".encode()).digest()[:8], "little")
         words = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-        values = _uniform(*words, np.int32(centre), np.float32(bound * 2.0**-23), parameter.shape, dtype)
+        place = placement.of_parameter(mesh, config, parameter)
+        values = _uniform(*words, np.int32(centre), np.float32(bound * 2.0**-23), parameter.shape, dtype, place)
         # An array keeps the host copy that it once gave out: hash that of a copy, which is dropped.
         return values, digest_lib.array_digest(np.asarray(jnp.copy(values)))
 
-    return assemble.collect(config.name, layout.parameters(config), dtype, load)
+    return assemble.collect(config.name, config, dtype, mesh, load)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "place"))
 def _uniform(
-    low: jax.Array, high: jax.Array, centre: jax.Array, step: jax.Array, shape: tuple[int, ...], dtype: np.dtype
+    low: jax.Array,
+    high: jax.Array,
+    centre: jax.Array,
+    step: jax.Array,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    place: sharding.Sharding | None = None,
 ) -> jax.Array:
     """Multiples of `step`, uniform in `centre` ±2^23 steps: integer operations, then one rounding to float32 each for
     the integer (none around 0) and its product with `step`."""
@@ -154,7 +165,8 @@ def _uniform(
         stride *= shape[axis]
     bits = _mix(_mix(index ^ low) + high)
     integers = lax.shift_right_logical(bits, jnp.uint32(8)).astype(jnp.int32) - jnp.int32(1 << 23)
-    return ((integers + centre).astype(jnp.float32) * step).astype(dtype)
+    values = ((integers + centre).astype(jnp.float32) * step).astype(dtype)
+    return values if place is None else lax.with_sharding_constraint(values, place)
 
 
 def _mix(bits: jax.Array) -> jax.Array:

@@ -1,0 +1,126 @@
+"""Four virtual CPU devices: the same tokens as on one, one hash on the mesh, and the mesh in the pin."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from experiments.benchmark import export
+from kvgraft_jax import engine as engine_lib
+from kvgraft_jax import errors
+from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.gemma import placement
+from kvgraft_jax.grafting import compare, storage
+from tests import checkpoints, tiny
+
+ROOT = pathlib.Path(__file__).parent.parent
+DEVICES = 4
+# Two key/value heads cannot be divided by four and lie whole on every device; four can, and so can experts.
+URIS = (
+    "random:gemma-3-27b?seed=0&layers=7&vocab=512&embed=64&hidden=96&heads=8&kv_heads=2&head_dim=32&window=24",
+    "random:gemma-4-26b-a4b?seed=1&layers=6&vocab=512&embed=64&hidden=96&heads=8&kv_heads=4&head_dim=32&window=24"
+    "&experts=8",
+)
+
+
+def measured(uri: str, num_devices: int, store: str) -> dict:
+    """What a process with `num_devices` devices finds; runs in a process of its own."""
+    mesh = placement.make_mesh(num_devices)
+    model = model_lib.load_model(uri, "float32", mesh=mesh)
+    engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
+    token_ids = tiny.tokens(60)
+    state = engine.prefill(token_ids)
+    tokens, after = engine.generate(state, max_new_tokens=12, stop_ids=())
+    begun = engine.prefill(token_ids[:37])
+    artifact_id = storage.save_artifact(engine.capture(begun), store)
+    again = engine.graft(storage.load_artifact(store, artifact_id))
+    for token_id in token_ids[37:]:
+        again = engine.extend(again, [token_id])
+    leaves = jax.tree.leaves(model.params)
+    return {
+        "tokens": tokens,
+        "digest": model.digest,
+        "one_hash": compare.hashes(again) == compare.hashes(state),
+        "mesh": engine.pin.document.get("mesh"),
+        "artifact_id": artifact_id,
+        "devices": sorted({len(leaf.devices()) for leaf in leaves}),
+        "share": sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / sum(leaf.nbytes for leaf in leaves),
+        "cache_share": after.cache.layers[0].v_SxKxH.addressable_shards[0].data.nbytes
+        / after.cache.layers[0].v_SxKxH.nbytes,
+    }
+
+
+def run(code: str, num_devices: int = DEVICES) -> subprocess.CompletedProcess[str]:
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    environment = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("uri", "cache_share"), [(URIS[0], 1), (URIS[1], 1 / DEVICES)])
+def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path):
+    code = (
+        f"import json; from tests import test_mesh as t; print(json.dumps(t.measured({uri!r}, 4, {str(tmp_path)!r})))"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    spread, alone = json.loads(done.stdout), measured(uri, 1, str(tmp_path / "alone"))
+    assert spread["tokens"] == alone["tokens"] and spread["digest"] == alone["digest"]
+    assert spread["one_hash"] and alone["one_hash"]
+    assert (spread["mesh"], alone["mesh"]) == ({"model": DEVICES}, None)
+    assert (spread["devices"], alone["devices"]) == ([DEVICES], [1])
+    assert spread["share"] < 0.4 and alone["share"] == 1 and spread["cache_share"] == cache_share
+    model = model_lib.load_model(uri, "float32")
+    engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
+    artifact = storage.load_artifact(tmp_path, spread["artifact_id"])
+    with pytest.raises(errors.PinMismatch, match="mesh"):
+        engine.graft(artifact)
+    assert not engine.graft(artifact, allow_inexact=True).exact
+
+
+def digest_on_mesh(uri: str) -> str:
+    """Loads a checkpoint over all devices: its digest and how many hold it; runs in a process of its own."""
+    model = model_lib.load_model(uri, mesh=placement.make_mesh(DEVICES))
+    kernel = model.params["layer_0"]["mlp"]["gate_proj"]["kernel"]
+    return f"{model.digest} {len(kernel.devices())} {kernel.addressable_shards[0].data.shape[1] / kernel.shape[1]}"
+
+
+def test_a_checkpoint_is_spread_as_it_is_read(tmp_path):
+    made = model_lib.load_model(checkpoints.URI)
+    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), export.tensors(made), shards=2)
+    done = run(f"from tests import test_mesh; print(test_mesh.digest_on_mesh({uri!r}))")
+    assert done.stdout.split() == [made.digest, str(DEVICES), str(1 / DEVICES)], done.stderr
+
+
+def test_a_mesh_that_cannot_be_is_refused():
+    for wanted in (0, 2, True, "4"):
+        with pytest.raises(errors.ConfigError, match="mesh: got .*xla_force_host_platform_device_count"):
+            placement.make_mesh(wanted)
+    assert placement.make_mesh(1) is None
+    other = jax.sharding.Mesh(jax.devices()[:1], ("batch",))
+    for mesh in (other, 4):
+        with pytest.raises(errors.ConfigError, match="mesh: got .*make_mesh"):
+            model_lib.load_model(tiny.URI, mesh=mesh)
+
+
+def test_graft_exactness_runs_on_a_mesh_in_both_processes(tmp_path):
+    arguments = ["--config=configs/exactness_small.py", "--config.samples=4", "--config.max_tokens=200"]
+    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.graft_exactness",
+        *arguments,
+        f"--mesh={DEVICES}",
+        f"--out={tmp_path}",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, XLA_FLAGS=flags), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["samples"] == result["decode_sha256_equal"] == 4 and result["kl_nats_max"] == 0
+    assert result["pin"]["mesh"] == {"model": DEVICES} and result["recipient_pin_id"] == result["pin_id"]
