@@ -35,6 +35,8 @@ def no_compute(monkeypatch):
         ([-1], r"token_ids\[0\]: got -1"),
         ("text", "encode it"),
         ([1.5], "wanted a list of int"),
+        ([3, True], "got a bool"),
+        (np.array([True, False]), "got a bool"),
         (7, "wanted a list of int"),
         ([[1, 2]], "wanted a list of int"),
     ],

@@ -242,3 +242,13 @@ def test_a_terabyte_is_refused_before_it_is_hashed(name, entry, monkeypatch):
     path.write_bytes(digest.canonical_json(document))
     monkeypatch.setattr(digest, "file_digest", lambda path: pytest.fail(f"{path} was hashed"))
     entries.assert_refused(entry, "bytes")
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / ".lock").symlink_to(elsewhere)
+    with pytest.raises(errors.StorageError, match="lock"):
+        storage.save_artifact(entries.make_artifact(), store)
+    assert not elsewhere.exists()

@@ -62,6 +62,9 @@ def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
             "token_ids: got text, wanted a list of int; encode it with model.tokenizer.encode(text)"
         )
     try:
+        token_ids = tuple(token_ids)
+        if any(isinstance(token_id, bool | np.bool_) for token_id in token_ids):
+            raise errors.InputError("token_ids: got a bool among them, wanted a list of int")
         planned = tuple(operator.index(token_id) for token_id in token_ids)
     except TypeError as error:
         raise errors.InputError(f"token_ids: got {type(token_ids).__name__}, wanted a list of int ({error})") from None

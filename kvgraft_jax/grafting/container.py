@@ -173,7 +173,7 @@ def _locked(directory: pathlib.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _flock(path: pathlib.Path, flags: int, more: int = 0) -> Iterator[None]:
     """Holds an exclusive lock on a file or directory; the system releases it when the process ends in any way."""
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | more)
         yield
