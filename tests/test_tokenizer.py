@@ -15,7 +15,7 @@ from tests import tiny_tokenizers
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 STRINGS = json.loads((GOLDEN / "tokenizer_strings.json").read_text())
-FORMS = ("gguf", "sentencepiece", "json")
+FORMS = ("gguf", "gguf merges", "sentencepiece", "json")
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,8 @@ def real() -> tokenizer_lib.Tokenizer:
 def tiny(request) -> tokenizer_lib.Tokenizer:
     if request.param == "gguf":
         return tokenizer_lib.from_gguf(tiny_tokenizers.gguf_metadata(), "m.gguf")
+    if request.param == "gguf merges":
+        return tokenizer_lib.from_gguf(tiny_tokenizers.gguf_merges_metadata(), "m.gguf")
     if request.param == "json":
         return tokenizer_lib.from_json(tiny_tokenizers.tokenizer_json(), "tokenizer.json")
     return tokenizer_lib.from_sentencepiece(tiny_tokenizers.sentencepiece_model(), "tokenizer.model")
@@ -140,6 +142,53 @@ def test_gguf_and_sentencepiece_agree():
         )
         assert gguf.encode(text) == model.encode(text), text
     assert gguf.controls == model.controls
+
+
+def test_merges_of_a_gguf_file_and_tokenizer_json_agree():
+    gguf = tokenizer_lib.from_gguf(tiny_tokenizers.gguf_merges_metadata(), "m.gguf")
+    document = tokenizer_lib.from_json(tiny_tokenizers.tokenizer_json(), "tokenizer.json")
+    draw = random.Random(2)
+    pieces = [
+        " ",
+        "  ",
+        "the",
+        "hello",
+        "code",
+        "\n",
+        "\n\n",
+        "é",
+        "<|turn>",
+        "<eos>",
+        "x",
+        "\u2581",
+        "<unused0>",
+        "!?",
+    ]
+    for _ in range(200):
+        text = "".join(draw.choice(pieces) for _ in range(20))
+        for control in (False, True):
+            ids = gguf.encode(text, control=control)
+            assert ids == document.encode(text, control=control), text
+            assert gguf.decode(ids) == document.decode(ids)
+    assert gguf.controls == document.controls and (gguf.bos_id, gguf.eos_id) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": (b"he llo x",)}, "no tokenizer.json"),
+        ({"tokenizer.ggml.merges": (b"absent piece",)}, "no tokenizer.json"),
+        ({"tokenizer.ggml.unknown_token_id": 10**6}, "1000000"),
+        ({"tokenizer.ggml.token_type": tiny_tokenizers.np.zeros(3, "i4")}, "3 types"),
+    ],
+)
+def test_broken_merges(change, named):
+    metadata = tiny_tokenizers.gguf_merges_metadata() | change
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    with pytest.raises(errors.TokenizerError, match="m.gguf") as caught:
+        tokenizer_lib.from_gguf(metadata, "m.gguf")
+    assert named in str(caught.value)
 
 
 def test_digest_is_that_of_the_content(tiny):

@@ -94,3 +94,22 @@ def tokenizer_json() -> bytes:
     document = json.loads(library.to_str())
     document["truncation"] = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     return json.dumps(document).encode()
+
+
+@functools.cache
+def gguf_merges_metadata() -> dict[str, object]:
+    """The vocabulary of `tokenizer_json` as a GGUF file of Gemma 4 holds it."""
+    document = json.loads(tokenizer_json())
+    vocab, merges = document["model"]["vocab"], document["model"]["merges"]
+    kinds = {token["id"]: 3 if token["special"] else 4 for token in document["added_tokens"]}
+    pieces = sorted(vocab, key=vocab.get)
+    types = [kinds.get(token, 6 if piece.startswith("<0x") else 1) for token, piece in enumerate(pieces)]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tuple(piece.encode() for piece in pieces),
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.merges": tuple(" ".join(pair).encode() for pair in merges),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+    }

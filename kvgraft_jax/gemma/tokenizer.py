@@ -13,7 +13,7 @@ import sentencepiece
 import tokenizers
 
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import sentencepiece_model
+from kvgraft_jax.gemma import bpe_model, sentencepiece_model
 from kvgraft_jax.gemma.weights import gguf_header
 
 _CANDIDATE = re.compile(r"<[^<>]*>")
@@ -197,13 +197,14 @@ def from_gguf(metadata: Mapping[str, gguf_header.Value], origin: str) -> Tokeniz
     kind = metadata.get(_GGUF + "model", "no_vocab")
     if kind == "no_vocab":
         return None
+    if kind == "gemma4":
+        return _from_gguf_merges(metadata, origin)
     if kind != "llama":
-        raise errors.TokenizerError(f"{origin}: {_GGUF}model: got {kind!r}, wanted 'llama', the one of Gemma 3")
+        raise errors.TokenizerError(
+            f"{origin}: {_GGUF}model: got {kind!r}, wanted 'llama' or 'gemma4', those of Gemma 3 and 4"
+        )
     wanted = ("tokens", "scores", "token_type", "unknown_token_id", "bos_token_id", "eos_token_id", "padding_token_id")
-    missing = [_GGUF + key for key in wanted if _GGUF + key not in metadata]
-    if missing:
-        raise errors.TokenizerError(f"{origin}: metadata lacks {', '.join(missing)}; convert the model again")
-    pieces, scores_V, types_V, *special = (metadata[_GGUF + key] for key in wanted)
+    pieces, scores_V, types_V, *special = _gguf_values(metadata, wanted, origin)
     if not len(pieces) == len(scores_V) == len(types_V) or not all(0 <= token < len(pieces) for token in special):
         raise errors.TokenizerError(
             f"{origin}: {len(pieces)} tokens, {len(scores_V)} scores, {len(types_V)} types and special ids {special} "
@@ -221,6 +222,28 @@ def from_gguf(metadata: Mapping[str, gguf_header.Value], origin: str) -> Tokeniz
         add_space_prefix=bool(metadata.get(_GGUF + "add_space_prefix", True)),
     )
     return from_sentencepiece(model, origin)
+
+
+def _from_gguf_merges(metadata: Mapping[str, gguf_header.Value], origin: str) -> Tokenizer:
+    """The byte-pair tokenizer of Gemma 4, in the form of a tokenizer.json."""
+    wanted = ("tokens", "token_type", "merges", "unknown_token_id")
+    pieces, types_V, merges, unk_id = _gguf_values(metadata, wanted, origin)
+    if len(pieces) != len(types_V) or not 0 <= unk_id < len(pieces):
+        raise errors.TokenizerError(
+            f"{origin}: {len(pieces)} tokens, {len(types_V)} types and unknown id {unk_id} do not fit each other; "
+            "convert the model again"
+        )
+    pieces, merges = ([text.decode() for text in texts] for texts in (pieces, merges))
+    return from_json(bpe_model.build(pieces, [int(kind) for kind in types_V], merges, unk_id), origin)
+
+
+def _gguf_values(
+    metadata: Mapping[str, gguf_header.Value], wanted: Sequence[str], origin: str
+) -> list[gguf_header.Value]:
+    missing = [_GGUF + key for key in wanted if _GGUF + key not in metadata]
+    if missing:
+        raise errors.TokenizerError(f"{origin}: metadata lacks {', '.join(missing)}; convert the model again")
+    return [metadata[_GGUF + key] for key in wanted]
 
 
 def _tokenizer(

@@ -1,0 +1,50 @@
+"""Writes the tokenizer.json of a byte-pair vocabulary that a GGUF file of Gemma 4 holds as tokens and merges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import json
+
+_USER_DEFINED, _CONTROL = 4, 3
+
+
+def build(pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], unk_id: int) -> bytes:
+    """The document: spaces become U+2581, what no piece spells falls back to bytes, nothing is put in front.
+
+    Args:
+      pieces: spelling of each id.
+      types: kind of each id; 3 is a control piece, 4 one that is cut out of the text before anything is merged.
+      merges: pairs of pieces in order of rank, each pair joined by a space.
+      unk_id: the piece for what no other spells.
+    """
+    added = [
+        {
+            "id": token,
+            "content": piece,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind == _CONTROL,
+        }
+        for token, (piece, kind) in enumerate(zip(pieces, types, strict=True))
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": added,
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            "decoder": {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+            "model": {
+                "type": "BPE",
+                "unk_token": pieces[unk_id],
+                "fuse_unk": True,
+                "byte_fallback": True,
+                "vocab": {piece: token for token, piece in enumerate(pieces)},
+                "merges": [merge.split(" ") for merge in merges],
+            },
+        },
+        ensure_ascii=False,
+    ).encode()
