@@ -12,7 +12,7 @@ from experiments.benchmark import export
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import configurations, model
 from kvgraft_jax.gemma.weights import assemble, gguf_config, gguf_header
-from tests import checkpoints
+from tests import checkpoints, tiny_tokenizers
 
 KIND = gguf.GGMLQuantizationType
 
@@ -250,3 +250,23 @@ def test_stop_tokens_of_a_model_with_turns(tmp_path, made, tensors):
     path = tmp_path / "m.gguf"
     checkpoints.write_gguf(path, made.config, tensors, metadata=metadata)
     assert gguf_config.parse_config(gguf_header.read_header(path)).stop_ids == (95, 96)
+
+
+def test_gemma_4_with_its_tokenizer_and_turns(tmp_path):
+    held = tiny_tokenizers.gguf_merges_metadata()
+    metadata = {key: value if isinstance(value, str | int) else _plain(value) for key, value in held.items()}
+    vocab = f"vocab={len(held['tokenizer.ggml.tokens'])}"
+    made = model.load_model(checkpoints.SMALL_URIS["gemma-4-12b"].replace("vocab=97", vocab))
+    stored = checkpoints.stored(made) | checkpoints.rotary_divisors(made.config)
+    metadata |= {"tokenizer.chat_template": "{{ '<|turn>user' }}"}
+    loaded = model.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored, metadata=metadata))
+    assert loaded.digest == made.digest
+    text = "hello the code"
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode(text)) == text
+    prefix_ids, suffix_ids = loaded.chat.split("the code", "hello")
+    prompt = [*prefix_ids, *suffix_ids]
+    assert prompt.count(2) == 1 and prompt[:2] == [2, loaded.tokenizer.controls["<|turn>"]]
+
+
+def _plain(values) -> list:
+    return [value.decode() if isinstance(value, bytes) else int(value) for value in values]
