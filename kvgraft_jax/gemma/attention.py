@@ -1,9 +1,10 @@
 """Attention in two passes over K/V blocks that lie at absolute positions, and the layer that wires it.
 
-First pass: logits, kept block by block, their maximum and the sum of the exponentials. Second pass: probabilities,
-rounded to the model dtype as in the reference model, times values, accumulated in float32 and rounded once. A block
-without a visible key is an exact identity in both passes, so neither the cache's size nor the rows beyond the valid
-ones touch a bit.
+First pass: maximum and sum of the exponentials over the blocks. Second pass: probabilities, rounded to the model
+dtype as in the reference model, times values, accumulated in float32 and rounded once. Logits are kept between the
+passes where a window bounds their number, and else computed again, so no buffer grows with the cache. A block without a
+visible key is an exact identity in both passes, so neither the cache's size nor the rows beyond the valid ones touch a
+bit.
 """
 
 from __future__ import annotations
@@ -38,17 +39,26 @@ def visible(query_T: jax.Array, slot_S: jax.Array, end: jax.Array, window: int |
     return seen_TxS if window is None else seen_TxS & (distance_TxS < window)
 
 
-def per_head(equation: str, a_KxGxTxA: jax.Array, b_SxKxH: jax.Array) -> jax.Array:
-    """A product for every key/value head, float32; for a single one it is written as the product of two matrices.
+def query_key(q_KxGxTxH: jax.Array, k_SxKxH: jax.Array) -> jax.Array:
+    """Products of every query with the keys of its head: float32 [K, G, T, S].
 
-    For a product over a batch of one XLA's CPU backend transposes the keys, block by block, in every step.
+    With a single key/value head they are a product of two matrices. Written with a head axis of one, XLA's CPU backend
+    would transpose the keys, block by block, in every step.
     """
-    num_kv_heads, num_groups, num_lanes, _ = a_KxGxTxA.shape
+    num_kv_heads, num_groups, num_lanes, head_dim = q_KxGxTxH.shape
     if num_kv_heads > 1:
-        return layers.dot(equation, a_KxGxTxA, b_SxKxH)
-    flat = equation.replace("K", "").replace("GT", "T")
-    rows_TxA = a_KxGxTxA.reshape(num_groups * num_lanes, -1)
-    return layers.dot(flat, rows_TxA, b_SxKxH[:, 0]).reshape(1, num_groups, num_lanes, -1)
+        return layers.dot("KGTH,SKH->KGTS", q_KxGxTxH, k_SxKxH)
+    products = layers.dot("TH,SH->TS", q_KxGxTxH.reshape(-1, head_dim), k_SxKxH[:, 0])
+    return products.reshape(1, num_groups, num_lanes, -1)
+
+
+def weighted_values(p_KxGxTxS: jax.Array, v_SxKxH: jax.Array) -> jax.Array:
+    """Sums of the values of every head, weighted by the probabilities: float32 [K, G, T, H]; see `query_key`."""
+    num_kv_heads, num_groups, num_lanes, num_slots = p_KxGxTxS.shape
+    if num_kv_heads > 1:
+        return layers.dot("KGTS,SKH->KGTH", p_KxGxTxS, v_SxKxH)
+    sums = layers.dot("TS,SH->TH", p_KxGxTxS.reshape(-1, num_slots), v_SxKxH[:, 0])
+    return sums.reshape(1, num_groups, num_lanes, -1)
 
 
 def block_attention(
@@ -93,39 +103,47 @@ def block_attention(
         slot_S = block * kv_block + jnp.arange(kv_block, dtype=jnp.int32)
         return slot_S, visible(query_T, slot_S, end, window)[None, None]
 
-    def first_pass(block, carry):
-        max_KxGxT, sum_KxGxT, logits_JxKxGxTxS = carry
+    def scores(block):
+        """Masked logits of one block's keys."""
         _, seen_1x1xTxS = slots(block)
         k_rot_SxKxH = cache_lib.read_slots(layer.k_rot_SxKxH, block * kv_block, kv_block, dtype)
-        rounded_KxGxTxS = per_head("KGTH,SKH->KGTS", q_KxGxTxH, k_rot_SxKxH).astype(dtype)
-        logits_KxGxTxS = layers.scaled(rounded_KxGxTxS, scale).astype(jnp.float32)
-        logits_KxGxTxS = jnp.where(seen_1x1xTxS, logits_KxGxTxS, MASKED)
+        logits_KxGxTxS = query_key(q_KxGxTxH, k_rot_SxKxH).astype(dtype)
+        return jnp.where(seen_1x1xTxS, layers.scaled(logits_KxGxTxS, scale).astype(jnp.float32), MASKED)
+
+    def first_pass(block, carry):
+        max_KxGxT, sum_KxGxT, kept_JxKxGxTxS = carry
+        logits_KxGxTxS, (_, seen_1x1xTxS) = scores(block), slots(block)
         new_max_KxGxT = jnp.maximum(max_KxGxT, jnp.max(logits_KxGxTxS, axis=-1))
         exp_KxGxTxS = jnp.where(seen_1x1xTxS, jnp.exp(logits_KxGxTxS - new_max_KxGxT[..., None]), 0.0)
         rescaled_KxGxT = sum_KxGxT * jnp.exp(max_KxGxT - new_max_KxGxT)
-        kept = lax.dynamic_update_index_in_dim(logits_JxKxGxTxS, logits_KxGxTxS, block - first_block, 0)
-        return new_max_KxGxT, rescaled_KxGxT + jnp.sum(exp_KxGxTxS, axis=-1), kept
+        if window:
+            kept_JxKxGxTxS = lax.dynamic_update_index_in_dim(kept_JxKxGxTxS, logits_KxGxTxS, block - first_block, 0)
+        return new_max_KxGxT, rescaled_KxGxT + jnp.sum(exp_KxGxTxS, axis=-1), kept_JxKxGxTxS
 
     def second_pass(block, out_KxGxTxH):
         slot_S, seen_1x1xTxS = slots(block)
-        logits_KxGxTxS = lax.dynamic_index_in_dim(logits_JxKxGxTxS, block - first_block, 0, keepdims=False)
+        if window:
+            logits_KxGxTxS = lax.dynamic_index_in_dim(kept_JxKxGxTxS, block - first_block, 0, keepdims=False)
+        else:
+            logits_KxGxTxS = scores(block)
         p_KxGxTxS = jnp.exp(logits_KxGxTxS - max_KxGxT[..., None]) / sum_KxGxT[..., None]
         p_KxGxTxS = jnp.where(seen_1x1xTxS, p_KxGxTxS, 0.0).astype(dtype)
         readable_S = (slot_S >= oldest) & (slot_S < end)
         v_SxKxH = cache_lib.read_slots(layer.v_SxKxH, block * kv_block, kv_block, dtype)
         v_SxKxH = jnp.where(readable_S[:, None, None], v_SxKxH, jnp.zeros((), dtype))  # 0 x NaN is NaN
-        return out_KxGxTxH + per_head("KGTS,SKH->KGTH", p_KxGxTxS, v_SxKxH)
+        return out_KxGxTxH + weighted_values(p_KxGxTxS, v_SxKxH)
 
-    rows = q_KxGxTxH.shape[:3]
-    num_blocks = -(-layer.k_rot_SxKxH.shape[0] // kv_block)
-    if window:
-        num_blocks = min(num_blocks, (window - 1 + num_lanes - 1) // kv_block + 2)
-    lowest_KxGxT, none_KxGxT = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
-    no_logits = jnp.zeros((num_blocks, *rows, kv_block), jnp.float32)
-    max_KxGxT, sum_KxGxT, logits_JxKxGxTxS = lax.fori_loop(
-        first_block, last_block, first_pass, (lowest_KxGxT, none_KxGxT, no_logits)
+    heads_lanes = q_KxGxTxH.shape[:3]
+    # A window and the lanes' own positions touch so many blocks; without one, as many as there are.
+    num_kept = (window + num_lanes - 2) // kv_block + 2 if window else 0
+    empty = (
+        jnp.full(heads_lanes, MASKED, jnp.float32),
+        jnp.zeros(heads_lanes, jnp.float32),
+        jnp.zeros((num_kept, *heads_lanes, kv_block), jnp.float32),
     )
-    out_KxGxTxH = lax.fori_loop(first_block, last_block, second_pass, jnp.zeros((*rows, head_dim), jnp.float32))
+    max_KxGxT, sum_KxGxT, kept_JxKxGxTxS = lax.fori_loop(first_block, last_block, first_pass, empty)
+    nothing = jnp.zeros((*heads_lanes, head_dim), jnp.float32)
+    out_KxGxTxH = lax.fori_loop(first_block, last_block, second_pass, nothing)
     return out_KxGxTxH.astype(dtype).transpose(2, 0, 1, 3).reshape(num_lanes, num_heads, head_dim)
 
 
