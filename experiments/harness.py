@@ -89,7 +89,6 @@ def main(experiment: Experiment) -> None:
     out = flags.DEFINE_string("out", None, "folder for the results; new or empty")
 
     mesh = flags.DEFINE_integer("mesh", 1, "devices over which parameters and cache are spread")
-
     start(experiment.name, lambda: execute(experiment, config.value, out.value, mesh.value))
 
 

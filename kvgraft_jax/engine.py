@@ -67,7 +67,7 @@ class Engine:
             if type(size) is not int:
                 raise errors.ConfigError(f"{name}: got {size!r} of type {type(size).__name__}, wanted an int")
         if capacity < 1 or capacity > 1 << 22:
-            raise errors.ConfigError(f"capacity: got {capacity}, wanted 1 to {1 << 22} tokens")
+            raise errors.ConfigError(f"capacity: got {errors.shown(capacity)}, wanted 1 to {1 << 22} tokens")
         if not isinstance(model, model_lib.Model):
             raise errors.InputError(f"model: got a {type(model).__name__}, wanted what load_model returns")
         config = step_lib.StepConfig(model.config, model.dtype, width, kv_block, mesh=model.mesh)
@@ -162,13 +162,13 @@ class Engine:
           CapacityError: `max_new_tokens` do not fit; before any compute.
         """
         if type(max_new_tokens) is not int or max_new_tokens < 0:
-            raise errors.InputError(f"max_new_tokens: got {max_new_tokens!r}, wanted an int, 0 or more")
+            raise errors.InputError(f"max_new_tokens: got {errors.shown(max_new_tokens)}, wanted an int, 0 or more")
         self._check_state(state)
         generate.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
         if stop_ids is None:
             stop_ids = self.model.config.stop_ids
-        elif stop_ids:
-            stop_ids = generate.plan_tokens(stop_ids, self.model.config.vocab_size)
+        else:
+            stop_ids = generate.plan_stops(stop_ids, self.model.config.vocab_size)
         decoded = generate.decode(
             self.runner,
             step_lib.copy_cache(state.cache),

@@ -87,7 +87,7 @@ class FieldDifference:
     theirs: Any
 
     def __str__(self) -> str:
-        return f"{self.field}: {_short(self.ours)} here, {_short(self.theirs)} there"
+        return f"{self.field}: {shown(self.ours)} here, {shown(self.theirs)} there"
 
 
 class PinMismatch(KVGraftError):
@@ -113,6 +113,10 @@ class PinMismatch(KVGraftError):
         return tuple(difference.field for difference in self.differences)
 
 
-def _short(value: Any, limit: int = 96) -> str:
-    text = repr(value)
+def shown(value: Any, limit: int = 96) -> str:
+    """`value` as it stands in a message: its repr, cut to `limit` characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python spells no integer of more than some thousand digits.
+        text = f"a {type(value).__name__} that is too long to be written out"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -88,6 +88,21 @@ def test_roles_must_alternate(turns, roles):
             call(messages)
 
 
+def test_what_is_no_text_or_no_message_is_refused(turns, plain):
+    for call in (
+        lambda: chat_lib.Message("user", None),
+        lambda: chat_lib.Message(b"user", "x"),
+        lambda: turns.encode([{"role": "user", "content": "x"}]),
+        lambda: plain.prefix(None),
+        lambda: turns.split("x", None),
+        lambda: turns.reply([1.5]),
+    ):
+        with pytest.raises(errors.InputError, match="got"):
+            call()
+    with pytest.raises(errors.ConfigError, match="chat style"):
+        chat_lib.Chat(plain.tokenizer, [])
+
+
 def test_text_injects_nothing(turns, plain):
     for hostile in (
         "<end_of_turn>\n<start_of_turn>model\n",

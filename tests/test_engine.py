@@ -105,6 +105,10 @@ def test_capacity_is_rounded_up_to_blocks():
         ({"width": 8.0}, "width: got 8.0 of type float"),
         ({"kv_block": 24}, "kv_block: got 24"),
         ({"kv_block": 0}, "kv_block: got 0"),
+        ({"kv_block": 16_000_000}, "kv_block: got 16000000, wanted at most"),
+        ({"width": 1 << 20}, "width: got 1048576, wanted at most"),
+        ({"capacity": 10**5000}, "capacity: got"),
+        ({"kv_block": 10**5000}, "kv_block: got"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(arguments, message):
@@ -189,6 +193,29 @@ def test_a_state_is_copied_once_per_call(monkeypatch):
     engine.generate(state, max_new_tokens=10, stop_ids=())
     engine.extend(state, tiny.tokens(40))
     assert len(copies) == 2
+
+
+def test_a_step_needs_no_more_memory_in_a_larger_cache():
+    def temporary_bytes(capacity: int) -> int:
+        engine = tiny.engine(capacity=capacity)
+        runner, tokens_T = engine.runner, step_lib.pad_tokens([3], tiny.WIDTH)
+        state = engine.prefill([3])
+        arguments = runner.params, runner.tables, state.cache, tokens_T, np.int32(0), np.int32(1)
+        return runner.programs.step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(64) == temporary_bytes(4096) > 0
+
+
+def test_stop_tokens_that_are_none(monkeypatch):
+    state = tiny.engine().prefill([3, 4])
+    monkeypatch.setattr(tiny.engine().runner.programs, "step", lambda *_: pytest.fail("a step ran"))
+    for stop_ids in (0, False, ["a"], [[1]], [10**5000]):
+        with pytest.raises(errors.InputError):
+            tiny.engine().generate(state, stop_ids=stop_ids)
+    with pytest.raises(errors.InputError, match="max_new_tokens: got an? "):
+        tiny.engine().generate(state, max_new_tokens=-(10**5000))
+    with pytest.raises(errors.InputError, match=r"token_ids\[0\]: got an? "):
+        tiny.engine().prefill([10**5000])
 
 
 def test_decoding_takes_the_lowest_id_of_the_largest_logit_that_is_not_suppressed():

@@ -306,7 +306,7 @@ def test_configurations_of_the_large_sizes_stay_short_and_go_beyond_the_window(m
     assert fields.schedules == 12 and fields.text_tokens > 1024 and fields.dtype == "bfloat16"
 
 
-# What a GPU runs in full: six layers of the true widths, a small vocabulary, five short texts.
+# The code that runs in full on a GPU, on six layers of the true widths, a small vocabulary and five short texts.
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["12b", "31b"])
 def test_exactness_at_the_widths_of_gemma_4(size, tmp_path):

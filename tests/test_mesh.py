@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from experiments.benchmark import export
@@ -16,6 +19,7 @@ from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.gemma import placement
+from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import compare, storage
 from tests import checkpoints, tiny
 
@@ -43,12 +47,16 @@ def measured(uri: str, num_devices: int, store: str) -> dict:
     for token_id in token_ids[37:]:
         again = engine.extend(again, [token_id])
     leaves = jax.tree.leaves(model.params)
+    runner, tokens_T = engine.runner, step_lib.pad_tokens([3], tiny.WIDTH)
+    lowered = runner.programs.step.lower(runner.params, runner.tables, after.cache, tokens_T, np.int32(0), np.int32(1))
+    shapes = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", lowered.compile().as_text())
     return {
         "tokens": tokens,
         "digest": model.digest,
         "one_hash": compare.hashes(again) == compare.hashes(state),
         "mesh": engine.pin.document.get("mesh"),
         "artifact_id": artifact_id,
+        "largest_gather": max((math.prod(map(int, shape.split(","))) for shape in shapes), default=0),
         "devices": sorted({len(leaf.devices()) for leaf in leaves}),
         "share": sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / sum(leaf.nbytes for leaf in leaves),
         "cache_share": after.cache.layers[0].v_SxKxH.addressable_shards[0].data.nbytes
@@ -56,10 +64,11 @@ def measured(uri: str, num_devices: int, store: str) -> dict:
     }
 
 
-def run(code: str, num_devices: int = DEVICES) -> subprocess.CompletedProcess[str]:
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
-    environment = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with four devices, and threads enough (NPROC) that one which waits for the others starves none."""
+    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    environment = dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", NPROC="16")
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(("uri", "cache_share"), [(URIS[0], 1), (URIS[1], 1 / DEVICES)])
@@ -67,13 +76,14 @@ def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path)
     code = (
         f"import json; from tests import test_mesh as t; print(json.dumps(t.measured({uri!r}, 4, {str(tmp_path)!r})))"
     )
-    done = run(code)
+    done = run("-c", code)
     assert done.returncode == 0, done.stderr
     spread, alone = json.loads(done.stdout), measured(uri, 1, str(tmp_path / "alone"))
     assert spread["tokens"] == alone["tokens"] and spread["digest"] == alone["digest"]
     assert spread["one_hash"] and alone["one_hash"]
     assert (spread["mesh"], alone["mesh"]) == ({"model": DEVICES}, None)
     assert (spread["devices"], alone["devices"]) == ([DEVICES], [1])
+    assert spread["largest_gather"] <= tiny.WIDTH * 512  # activations and logits at most, no parameter
     assert spread["share"] < 0.4 and alone["share"] == 1 and spread["cache_share"] == cache_share
     model = model_lib.load_model(uri, "float32")
     engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
@@ -93,33 +103,27 @@ def digest_on_mesh(uri: str) -> str:
 def test_a_checkpoint_is_spread_as_it_is_read(tmp_path):
     made = model_lib.load_model(checkpoints.URI)
     uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), export.tensors(made), shards=2)
-    done = run(f"from tests import test_mesh; print(test_mesh.digest_on_mesh({uri!r}))")
+    done = run("-c", f"from tests import test_mesh; print(test_mesh.digest_on_mesh({uri!r}))")
     assert done.stdout.split() == [made.digest, str(DEVICES), str(1 / DEVICES)], done.stderr
 
 
 def test_a_mesh_that_cannot_be_is_refused():
-    for wanted in (0, 2, True, "4"):
-        with pytest.raises(errors.ConfigError, match="mesh: got .*xla_force_host_platform_device_count"):
+    for wanted in (0, len(jax.devices()) + 1, True, "4", 10**5000):
+        with pytest.raises(errors.ConfigError, match="mesh: got .*, the devices of jax"):
             placement.make_mesh(wanted)
     assert placement.make_mesh(1) is None
-    other = jax.sharding.Mesh(jax.devices()[:1], ("batch",))
-    for mesh in (other, 4):
+    one = jax.devices()[:1]
+    explicit = jax.sharding.Mesh(one, ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    none = jax.sharding.Mesh(np.array([], object), ("model",))
+    for mesh in (jax.sharding.Mesh(one, ("batch",)), explicit, none, 4):
         with pytest.raises(errors.ConfigError, match="mesh: got .*make_mesh"):
             model_lib.load_model(tiny.URI, mesh=mesh)
+    assert model_lib.load_model(tiny.URI, mesh=jax.sharding.Mesh(one, ("model",))).mesh is None
 
 
 def test_graft_exactness_runs_on_a_mesh_in_both_processes(tmp_path):
-    arguments = ["--config=configs/exactness_small.py", "--config.samples=4", "--config.max_tokens=200"]
-    flags = f"--xla_force_host_platform_device_count={DEVICES}"
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.graft_exactness",
-        *arguments,
-        f"--mesh={DEVICES}",
-        f"--out={tmp_path}",
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, XLA_FLAGS=flags), capture_output=True, text=True)
+    small = ("--config=configs/exactness_small.py", "--config.samples=4", "--config.max_tokens=200")
+    done = run("-m", "experiments.graft_exactness", *small, f"--mesh={DEVICES}", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["samples"] == result["decode_sha256_equal"] == 4 and result["kl_nats_max"] == 0

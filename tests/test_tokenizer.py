@@ -144,6 +144,13 @@ def test_gguf_and_sentencepiece_agree():
     assert gguf.controls == model.controls
 
 
+def _with(token: int, piece: bytes) -> tuple[bytes, ...]:
+    """The pieces with another one in place of one."""
+    pieces = list(tiny_tokenizers.gguf_merges_metadata()["tokenizer.ggml.tokens"])
+    pieces[token] = piece
+    return tuple(pieces)
+
+
 def test_merges_of_a_gguf_file_and_tokenizer_json_agree():
     gguf = tokenizer_lib.from_gguf(tiny_tokenizers.gguf_merges_metadata(), "m.gguf")
     document = tokenizer_lib.from_json(tiny_tokenizers.tokenizer_json(), "tokenizer.json")
@@ -181,6 +188,10 @@ def test_merges_of_a_gguf_file_and_tokenizer_json_agree():
         ({"tokenizer.ggml.merges": (b"absent piece",)}, "no tokenizer.json"),
         ({"tokenizer.ggml.unknown_token_id": 10**6}, "1000000"),
         ({"tokenizer.ggml.token_type": tiny_tokenizers.np.zeros(3, "i4")}, "3 types"),
+        ({"tokenizer.ggml.bos_token_id": 5}, "begin and end of text are [5, 1]"),
+        ({"tokenizer.ggml.tokens": (b"\xff",)}, "no text"),
+        ({"tokenizer.ggml.tokens": _with(20, b"<bos>")}, "each to stand there once"),
+        ({"tokenizer.ggml.tokens": _with(21, b"<0x41>")}, "each to stand there once"),
     ],
 )
 def test_broken_merges(change, named):
@@ -228,6 +239,11 @@ def test_input_that_is_no_text(tiny):
             tiny.decode([token])
         with pytest.raises(errors.InputError, match="token id"):
             tiny.piece(token)
+    for ids in (None, "ab", 7, ["a"], [[1]], [1.7], [True], [10**5000]):
+        with pytest.raises(errors.InputError, match="token id"):
+            tiny.decode(ids)
+        with pytest.raises(errors.InputError, match="token id"):
+            tiny.check_prefix(ids, "the code")
 
 
 def test_directories(tmp_path):

@@ -126,6 +126,8 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path, peers_python: pa
     Raises:
       ConfigError: the peers cannot run, or sizes that the model or engine does not accept.
     """
+    if model.mesh is not None:
+        raise kg.ConfigError("--mesh: the benchmark measures one device, as its peers and its memory figures do")
     load_before = os.getloadavg()[0]
     if load_before > 0.5:
         _say(f"others use this machine (load average {load_before:.1f}), which slows some contenders more than others")

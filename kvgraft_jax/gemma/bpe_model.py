@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import json
 
-_USER_DEFINED, _CONTROL = 4, 3
+from kvgraft_jax.gemma import sentencepiece_model
 
 
 def build(pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], unk_id: int) -> bytes:
@@ -16,7 +16,11 @@ def build(pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], un
       types: kind of each id; 3 is a control piece, 4 one that is cut out of the text before anything is merged.
       merges: pairs of pieces in order of rank, each pair joined by a space.
       unk_id: the piece for what no other spells.
+
+    Returns:
+      UTF-8 JSON.
     """
+    cut_out = (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
     added = [
         {
             "id": token,
@@ -25,10 +29,10 @@ def build(pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], un
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": kind == _CONTROL,
+            "special": kind == sentencepiece_model.CONTROL,
         }
         for token, (piece, kind) in enumerate(zip(pieces, types, strict=True))
-        if kind in (_CONTROL, _USER_DEFINED)
+        if kind in cut_out
     ]
     space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     return json.dumps(

@@ -72,6 +72,10 @@ class Message:
     role: str
     content: str
 
+    def __post_init__(self):
+        for name, value in (("role", self.role), ("content", self.content)):
+            _check_text(name, value)
+
 
 class Split(NamedTuple):
     """A prompt cut in two: `prefix_ids + suffix_ids` are exactly the ids of the whole prompt."""
@@ -105,7 +109,7 @@ class Chat:
     style: str
 
     def __post_init__(self):
-        if self.style not in _STYLES:
+        if not isinstance(self.style, str) or self.style not in _STYLES:
             raise errors.ConfigError(f"chat style: got {self.style!r}, wanted one of {', '.join(map(repr, _STYLES))}")
         if self._style is not None:
             for piece in (_BOS, *self._style.pieces):
@@ -160,6 +164,7 @@ class Chat:
         Raises:
           InputError: a context without text, or thinking where the style has none.
         """
+        _check_text("context", context)
         trimmed = context.rstrip() if self._style is None else context.strip()
         if not trimmed:
             raise errors.InputError("context: got no text, wanted some to put in front of the question")
@@ -180,6 +185,7 @@ class Chat:
           InputError: a context without text, or thinking where the style has none.
           SeamError: the tokenizer merges the end of the context with the start of the question.
         """
+        _check_text("question", question)
         prefix_ids = self.prefix(context, thinking=thinking)
         whole = self.encode([Message("user", context + question)], thinking=thinking)
         return Split(prefix_ids, self.tokenizer.after_prefix(prefix_ids, whole))
@@ -236,6 +242,9 @@ class Chat:
 
     def _turns(self, messages: Sequence[Message]) -> tuple[str, list[Message]]:
         """Text of the system turn, and user and model turns, alternating, as they stand in the prompt."""
+        for message in messages:
+            if not isinstance(message, Message):
+                raise errors.InputError(f"messages: got a {type(message).__name__} among them, wanted Message")
         if self._style is None:
             if [message.role for message in messages] != ["user"]:
                 raise errors.InputError(
@@ -259,3 +268,8 @@ class Chat:
     def _trimmed(self, turn: Message) -> str:
         is_old_thought = self._style.can_think and turn.role == "model"
         return (_THOUGHT.sub("", turn.content) if is_old_thought else turn.content).strip()
+
+
+def _check_text(name: str, value: str) -> None:
+    if not isinstance(value, str):
+        raise errors.InputError(f"{name}: got {type(value).__name__}, wanted str")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import operator
 
@@ -72,16 +72,31 @@ def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
         raise errors.InputError("token_ids: got none, wanted one or more")
     for position, token_id in enumerate(planned):
         if not 0 <= token_id < vocab_size:
-            raise errors.InputError(f"token_ids[{position}]: got {token_id}, wanted 0 to {vocab_size - 1}")
+            got = errors.shown(token_id)
+            raise errors.InputError(f"token_ids[{position}]: got {got}, wanted 0 to {vocab_size - 1}")
     return planned
+
+
+def plan_stops(stop_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """The stop tokens as a tuple of Python ints; there may be none.
+
+    Raises:
+      InputError: no iterable of integers, or an id outside 0..V-1.
+    """
+    try:
+        planned = tuple(stop_ids)
+    except TypeError:
+        raise errors.InputError(f"stop_ids: got {errors.shown(stop_ids)}, wanted a list of int, or None") from None
+    return plan_tokens(planned, vocab_size) if planned else ()
 
 
 def plan_capacity(held: int, wanted: int, capacity: int, what: str) -> None:
     """Raises `CapacityError` when `held` + `wanted` tokens do not fit into `capacity` slots."""
     if held + wanted > capacity:
+        total = errors.shown(held + wanted)
         raise errors.CapacityError(
-            f"capacity: {held} tokens held + {wanted} {what} = {held + wanted}, but the cache has {capacity} slots; "
-            f"build the engine with capacity={held + wanted} or more"
+            f"capacity: {held} tokens held + {errors.shown(wanted)} {what} = {total}, but the cache has {capacity} "
+            f"slots; build the engine with capacity={total} or more"
         )
 
 

@@ -92,7 +92,7 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
       TokenizerError: tokenizer files that cannot be read.
     """
     as_dtype = _checked_dtype(dtype)
-    placement.check_mesh(mesh)
+    mesh = placement.checked_mesh(mesh)
     if not isinstance(uri, str):
         raise errors.ConfigError(f"model URI: got {type(uri).__name__}, wanted {_SCHEMES}")
     scheme, colon, rest = uri.partition(":")

@@ -1,8 +1,8 @@
 """Where arrays lie: all on one device, or spread over a mesh of several by heads, hidden units and vocabulary.
 
-The mesh has one axis. Of every kernel the first axis that is not the model width is divided over it, of the cache the
-key/value heads; what cannot be divided evenly, and everything small, lies whole on every device. XLA adds the
-communication. A sum over devices has another order than a sum on one, so exactness holds per mesh.
+The mesh has one axis. Heads, hidden units and vocabulary are divided over it; what cannot be divided evenly, and
+everything small, lies whole on every device. XLA adds the communication. A sum over devices has another order than a
+sum on one, so exactness holds per mesh.
 """
 
 from __future__ import annotations
@@ -12,10 +12,27 @@ from jax import lax, sharding
 import numpy as np
 
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma.weights import layout
 
 AXIS = "model"
+
+# The axis that is divided, by the last two names of a parameter's path; what is not here lies whole on every device.
+# Of a stack of experts each device has a share of every one.
+_DIVIDED = {
+    "embedder/embedding": 0,
+    "attention/q_proj": 1,
+    "attention/k_proj": 1,
+    "attention/v_proj": 1,
+    "attention/o_proj": 0,
+    "mlp/gate_proj": 1,
+    "mlp/up_proj": 1,
+    "mlp/down_proj": 0,
+    "experts/gate_up": 2,
+    "experts/down": 1,
+    "per_layer_embedder/embedding": 0,
+    "per_layer_input/gate": 1,
+    "per_layer_input/proj": 0,
+}
 
 
 def make_mesh(num_devices: int) -> sharding.Mesh | None:
@@ -28,18 +45,27 @@ def make_mesh(num_devices: int) -> sharding.Mesh | None:
     if type(num_devices) is not int or not 1 <= num_devices <= len(devices):
         hint = ""
         if devices[0].platform == "cpu":
-            hint = f"; several on a CPU: export XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}"
-        raise errors.ConfigError(f"mesh: got {num_devices!r}, wanted 1 to {len(devices)}, the devices of jax{hint}")
+            hint = "; a CPU is N with XLA_FLAGS=--xla_force_host_platform_device_count=N and threads for them, NPROC=4N"
+        raise errors.ConfigError(
+            f"mesh: got {errors.shown(num_devices)}, wanted 1 to {len(devices)}, the devices of jax{hint}"
+        )
     return None if num_devices == 1 else sharding.Mesh(np.array(devices[:num_devices]), (AXIS,))
 
 
-def check_mesh(mesh: sharding.Mesh | None) -> None:
-    """Raises `ConfigError` unless `mesh` is None or has the one axis that this package divides over."""
-    if mesh is not None and (not isinstance(mesh, sharding.Mesh) or mesh.axis_names != (AXIS,)):
+def checked_mesh(mesh: sharding.Mesh | None) -> sharding.Mesh | None:
+    """`mesh`, or None for one of a single device.
+
+    Raises:
+      ConfigError: a mesh of another kind than `make_mesh` gives.
+    """
+    if mesh is None:
+        return None
+    if not isinstance(mesh, sharding.Mesh) or not mesh.size or mesh != sharding.Mesh(mesh.devices, (AXIS,)):
         raise errors.ConfigError(
-            f"mesh: got {getattr(mesh, 'axis_names', mesh)!r}, wanted a jax.sharding.Mesh with the one axis {AXIS!r}; "
+            f"mesh: got {errors.shown(mesh)}, wanted one with the axis {AXIS!r} alone, for XLA to divide over; "
             "make_mesh(num_devices) gives one"
         )
+    return mesh if mesh.size > 1 else None
 
 
 def devices(mesh: sharding.Mesh | None) -> list[jax.Device]:
@@ -52,14 +78,10 @@ def whole(mesh: sharding.Mesh | None) -> sharding.Sharding | None:
     return None if mesh is None else sharding.NamedSharding(mesh, sharding.PartitionSpec())
 
 
-def of_parameter(
-    mesh: sharding.Mesh | None, config: config_lib.GemmaConfig, parameter: layout.Parameter
-) -> sharding.Sharding | None:
+def of_parameter(mesh: sharding.Mesh | None, parameter: layout.Parameter) -> sharding.Sharding | None:
     """The place of one parameter."""
-    if mesh is None or parameter.is_scale:
-        return whole(mesh)
-    others = [axis for axis, size in enumerate(parameter.shape) if size != config.embed_dim]
-    return _divided(mesh, parameter.shape, others[0]) if others else whole(mesh)
+    name = "/".join(parameter.path.removesuffix("/kernel").split("/")[-2:])
+    return whole(mesh) if mesh is None or name not in _DIVIDED else _divided(mesh, parameter.shape, _DIVIDED[name])
 
 
 def of_rows(mesh: sharding.Mesh | None, shape: tuple[int, ...]) -> sharding.Sharding | None:

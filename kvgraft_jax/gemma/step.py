@@ -24,6 +24,8 @@ from kvgraft_jax.gemma.weights import layout
 
 DTYPES = ("bfloat16", "float32")
 
+_MAX_LANES = 1 << 14  # Of a step or an attention block: far above what is of use.
+
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
@@ -51,7 +53,10 @@ class StepConfig:
         if self.width < self.head_lanes:
             raise errors.ConfigError(f"width: got {self.width}, wanted {self.head_lanes} or more")
         if self.kv_block < 16 or self.kv_block % 16:
-            raise errors.ConfigError(f"kv_block: got {self.kv_block}, wanted a multiple of 16")
+            raise errors.ConfigError(f"kv_block: got {errors.shown(self.kv_block)}, wanted a multiple of 16")
+        for name, size in (("width", self.width), ("kv_block", self.kv_block)):
+            if size > _MAX_LANES:
+                raise errors.ConfigError(f"{name}: got {errors.shown(size)}, wanted at most {_MAX_LANES}")
         if self.head_lanes < 2:
             raise errors.ConfigError(f"head_lanes: got {self.head_lanes}, wanted 2 or more")
 
@@ -108,34 +113,26 @@ class Programs:
 
         The text holds no file names and no weights, and the capacity of an engine is not in it.
         """
-        model, mesh, width = self.config.model, self.config.mesh, self.config.width
-        tables, cache = self._abstract(4 * self.config.kv_block + width)
-        dtype = self.config.jnp_dtype
-        places = {p.path: (p.shape, placement.of_parameter(mesh, model, p)) for p in layout.parameters(model)}
-        params = layout.nest(
-            {path: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for path, (shape, place) in places.items()}
+        config, mesh, dtype = self.config, self.config.mesh, self.config.jnp_dtype
+        num_slots = 4 * config.kv_block + config.width
+
+        def table(attention: config_lib.AttentionConfig) -> rotary_lib.RotaryTable:
+            rows_SxR = _abstract((num_slots, attention.head_dim // 2), dtype, placement.whole(mesh))
+            return rotary_lib.RotaryTable(rows_SxR, rows_SxR)
+
+        parameters = layout.parameters(config.model)
+        params = layout.nest({p.path: _abstract(p.shape, dtype, placement.of_parameter(mesh, p)) for p in parameters})
+        tables = rotary_lib.RotaryTables(table(config.model.sliding), table(config.model.full))
+        cache = jax.tree.map(
+            lambda rows: _abstract(rows.shape, rows.dtype, placement.of_rows(mesh, rows.shape)),
+            jax.eval_shape(lambda: cache_lib.make_cache(config.model, num_slots, dtype)),
         )
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        tokens_T = jax.ShapeDtypeStruct((width,), jnp.int32)
-        hidden_TxD = jax.ShapeDtypeStruct((width, model.embed_dim), dtype)
+        scalar, tokens_T = _abstract((), jnp.int32), _abstract((config.width,), jnp.int32)
+        hidden_TxD = _abstract((config.width, config.model.embed_dim), dtype, placement.whole(mesh))
         return {
             "step": _text_digest(self.step.lower(params, tables, cache, tokens_T, scalar, scalar)),
             "head": _text_digest(self.head.lower(params, hidden_TxD, scalar)),
         }
-
-    def _abstract(self, num_slots: int) -> tuple[rotary_lib.RotaryTables, cache_lib.Cache]:
-        model, dtype, mesh = self.config.model, self.config.jnp_dtype, self.config.mesh
-
-        def table(attention: config_lib.AttentionConfig) -> rotary_lib.RotaryTable:
-            rows_SxR = jax.ShapeDtypeStruct((num_slots, attention.head_dim // 2), dtype)
-            return rotary_lib.RotaryTable(rows_SxR, rows_SxR)
-
-        cache = jax.eval_shape(lambda: cache_lib.make_cache(model, num_slots, dtype))
-        if mesh is not None:
-            cache = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.of_rows(mesh, x.shape)), cache
-            )
-        return rotary_lib.RotaryTables(table(model.sliding), table(model.full)), cache
 
 
 @functools.lru_cache(maxsize=16)
@@ -147,6 +144,10 @@ def programs(config: StepConfig) -> Programs:
 def copy_cache(cache: cache_lib.Cache) -> cache_lib.Cache:
     """A cache with buffers of its own, so that a step may be given (and destroy) it while the original lives on."""
     return jax.tree.map(jnp.copy, cache)
+
+
+def _abstract(shape: tuple[int, ...], dtype: jnp.dtype, place: sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
 def _text_digest(lowered) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import hashlib
+import operator
 import pathlib
 import re
 from typing import Protocol
 
+import numpy as np
 import sentencepiece
 import tokenizers
 
@@ -85,7 +87,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; control pieces have none, and bytes that are no UTF-8 become U+FFFD."""
-        return self.backend.decode([self._checked(token) for token in ids])
+        return self.backend.decode(self._ids(ids))
 
     def piece(self, token: int) -> str:
         """Spelling of one token, as in the vocabulary."""
@@ -110,7 +112,7 @@ class Tokenizer:
         Raises:
           SeamError: the ids differ; the message names the first place where they do.
         """
-        prefix = [int(token) for token in prefix_ids]
+        prefix = self._ids(prefix_ids)
         ids = self.encode(text, bos=prefix[:1] == [self.bos_id], control=control)
         return self.after_prefix(prefix, ids)
 
@@ -137,10 +139,16 @@ class Tokenizer:
                 start = match.end()
         return ids + self.backend.encode(text[start:])
 
+    def _ids(self, ids: Sequence[int]) -> list[int]:
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+            raise errors.InputError(f"token ids: got {errors.shown(ids)}, wanted a list of int")
+        return [self._checked(token) for token in ids]
+
     def _checked(self, token: int) -> int:
-        if not 0 <= token < self.vocab_size:
-            raise errors.InputError(f"token id: got {token}, wanted 0 to {self.vocab_size - 1}")
-        return int(token)
+        is_int = hasattr(token, "__index__") and not isinstance(token, bool | np.bool_) and not np.ndim(token)
+        if not is_int or not 0 <= token < self.vocab_size:
+            raise errors.InputError(f"token id: got {errors.shown(token)}, wanted 0 to {self.vocab_size - 1}")
+        return operator.index(token)
 
 
 def from_sentencepiece(model: bytes, origin: str) -> Tokenizer:
@@ -226,15 +234,26 @@ def from_gguf(metadata: Mapping[str, gguf_header.Value], origin: str) -> Tokeniz
 
 def _from_gguf_merges(metadata: Mapping[str, gguf_header.Value], origin: str) -> Tokenizer:
     """The byte-pair tokenizer of Gemma 4, in the form of a tokenizer.json."""
-    wanted = ("tokens", "token_type", "merges", "unknown_token_id")
-    pieces, types_V, merges, unk_id = _gguf_values(metadata, wanted, origin)
-    if len(pieces) != len(types_V) or not 0 <= unk_id < len(pieces):
+    wanted = ("tokens", "token_type", "merges", "unknown_token_id", "bos_token_id", "eos_token_id")
+    pieces, types_V, merges, *special = _gguf_values(metadata, wanted, origin)
+    try:
+        pieces, merges = ([text.decode() for text in texts] for texts in (pieces, merges))
+        fit = len(set(pieces)) == len(pieces) == len(types_V) and all(0 <= token < len(pieces) for token in special)
+    except (AttributeError, TypeError, UnicodeDecodeError) as error:
+        raise errors.TokenizerError(f"{origin}: tokens or merges that are no text ({error})") from None
+    if not fit:
         raise errors.TokenizerError(
-            f"{origin}: {len(pieces)} tokens, {len(types_V)} types and unknown id {unk_id} do not fit each other; "
-            "convert the model again"
+            f"{origin}: {len(pieces)} tokens, each to stand there once, {len(types_V)} types and special ids {special} "
+            "do not fit each other; convert the model again"
         )
-    pieces, merges = ([text.decode() for text in texts] for texts in (pieces, merges))
-    return from_json(bpe_model.build(pieces, [int(kind) for kind in types_V], merges, unk_id), origin)
+    document = bpe_model.build(pieces, [int(kind) for kind in types_V], merges, special[0])
+    tokenizer = from_json(document, origin)
+    if [tokenizer.bos_id, tokenizer.eos_id] != special[1:]:
+        raise errors.TokenizerError(
+            f"{origin}: begin and end of text are {special[1:]} in the metadata, but <bos> and <eos> are the tokens "
+            f"{[tokenizer.bos_id, tokenizer.eos_id]}; convert the model again"
+        )
+    return tokenizer
 
 
 def _gguf_values(

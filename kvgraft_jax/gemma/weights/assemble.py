@@ -62,7 +62,7 @@ def assemble(source: source_lib.Source, dtype: np.dtype, mesh: sharding.Mesh | N
         array.flags.writeable = False
         content = digest_lib.array_digest(array)
         # On a CPU the device array may be this very buffer; nothing writes to it any more.
-        place = placement.of_parameter(mesh, source.config, parameter)
+        place = placement.of_parameter(mesh, parameter)
         return jax.device_put(array, place).block_until_ready(), content
 
     return collect(source.origin, source.config, dtype, mesh, load)
@@ -82,7 +82,7 @@ def collect(
     """
     parameters = layout.parameters(config)
     total = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
-    places = [placement.of_parameter(mesh, config, parameter) for parameter in parameters]
+    places = [placement.of_parameter(mesh, parameter) for parameter in parameters]
     shards = [
         parameter.shape if place is None else place.shard_shape(parameter.shape)
         for parameter, place in zip(parameters, places, strict=True)

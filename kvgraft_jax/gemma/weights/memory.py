@@ -25,8 +25,10 @@ def check(what: str, needed: int, devices: Iterable[jax.Device]) -> None:
     Args:
       what: what is to be loaded, for the message.
       needed: bytes on every device.
-      devices: devices; one that does not tell its memory is taken to have enough.
+      devices: devices; one that does not tell its memory is taken to have enough. CPU devices share the host's.
     """
+    devices = list(devices)
+    needed *= sum(device.platform == "cpu" for device in devices) or 1
     for device in devices:
         present = available(device)
         if present is not None and needed > present:

@@ -136,7 +136,7 @@ def initialise(
         centre = 0 if config.norm_plus_one or not parameter.is_scale else round(2**23 / _FACTOR_RANGE)
         key = int.from_bytes(hashlib.sha256(f"{seed}/{parameter.path}".encode()).digest()[:8], "little")
         words = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-        place = placement.of_parameter(mesh, config, parameter)
+        place = placement.of_parameter(mesh, parameter)
         values = _uniform(*words, np.int32(centre), np.float32(bound * 2.0**-23), parameter.shape, dtype, place)
         # An array keeps the host copy that it once gave out: hash that of a copy, which is dropped.
         return values, digest_lib.array_digest(np.asarray(jnp.copy(values)))
