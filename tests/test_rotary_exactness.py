@@ -140,6 +140,18 @@ def test_from_position_0_every_shift_is_exact(scheme, method):  # E1
     assert keys.mismatch_by_pair(k_raw_TxH, table, 0, (1, 1000, 1999), scheme, method).sum() == 0
 
 
+def test_a_map_without_errors_of_its_own_is_no_better():
+    """T5: what fails is not the re-rotation; the stored key lacks what is needed."""
+    table = tables.make_table(encodings.LOCAL256, 32_001)
+    k_raw_TxH = gaussian(512, 256)
+    rerotated, linear = (
+        keys.mismatch_by_pair(k_raw_TxH, table, 30_000, (2000,), keys.BF16_WIDE, method).mean() / 1024
+        for method in (keys.REROTATE, keys.LINEAR)
+    )
+    assert 0.32 < linear < 0.34 and 0.32 < rerotated < 0.35
+    assert keys.mismatch_by_pair(k_raw_TxH, table, 0, (1000,), keys.BF16_WIDE, keys.LINEAR).sum() <= 10
+
+
 def test_wider_storage_gives_the_key_back():  # E4
     table = tables.make_table(encodings.GLOBAL256_SCALE8, 32_001)
     k_raw_TxH = gaussian(2048, 256)
