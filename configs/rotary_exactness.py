@@ -6,7 +6,8 @@ Beside it: exhaustive counts of transports, compositions and decoders, and shift
 Command (with a new or empty folder):
   python -m experiments.rotary_exactness --config=configs/rotary_exactness.py --out=out/rotary
 
-Expected: own_position_mismatches 0, shifts_without_mismatch 0, and every check holds.
+Expected: own_position_mismatches 0, and all 18 checks hold.
+Time, measured on two cores beside other work: 92 s, 2.4 GB.
 """
 
 import ml_collections

@@ -4,6 +4,7 @@ Command (with a new or empty folder):
   python -m experiments.rotary_exactness --config=configs/rotary_small.py --out=out/rotary_small
 
 Expected: as in `rotary_exactness`.
+Time, measured on two cores beside other work: 23 to 34 s.
 """
 
 import ml_collections
