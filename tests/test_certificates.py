@@ -90,9 +90,9 @@ def _read(path):
 
 @pytest.mark.parametrize("path", CERTIFICATES, ids=lambda path: path.stem)
 def test_no_decoder(path, capsys):
-    assert check("no-decoder", path, "--positions", 384) == HOLDS
+    assert check("no-decoder", path, "--positions", 256) == HOLDS
     said = capsys.readouterr().out
-    assert f"{383**2}; without a witness: 0\n" in said and "HOLDS" in said
+    assert f"{255**2}; without a witness: 0\n" in said and "HOLDS" in said
 
 
 @pytest.mark.parametrize("rule", ["real", "hf-bf16"])
@@ -149,7 +149,7 @@ def test_dropped_key_pairs_are_missed_without_a_digest(written, encoding):
     document = _read(ROOT / "results" / "certificates" / f"no_decoder_{encoding.name}_32768_hf-bf16.json")
     del document["sha256"]
     kept = random.Random(encoding.name).sample(document["key_pairs"], len(document["key_pairs"]) - 30)
-    assert check("no-decoder", written(document | {"key_pairs": kept}), "--positions", 4096) == FAILS
+    assert check("no-decoder", written(document | {"key_pairs": kept}), "--positions", 2048) == FAILS
 
 
 @pytest.mark.parametrize("seed", range(40))
