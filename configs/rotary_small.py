@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.schemes = ("engine bf16", "bf16, f32 arithmetic", "engine f32", "f32 of bf16 keys")
     config.num_keys = 128
     config.num_positions = 4200
-    config.moves = ((0, 1000), (1, 1), (1000, 1), (1000, 1000), (3000, 1000))
+    config.moves = ((0, 1000), (1, -1), (1, 1), (1000, 1), (1000, 1000), (3000, 1000))
     config.swept_position = 1000
     config.f32_positions = 4096
     config.bf16_positions = 1024

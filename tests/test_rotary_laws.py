@@ -201,6 +201,38 @@ def test_the_law_of_small_angles():
     np.testing.assert_allclose(laws.small_angle_expectation(2.0**-9, fresh[1], unit), 0.25 * 1.5, atol=0.01)
 
 
+@pytest.mark.parametrize("encoding", encodings.CERTIFIED[:3], ids=lambda e: e.name)
+def test_the_law_of_small_angles_predicts_what_slow_pairs_do(encoding):
+    table = tables.make_table(encoding, 1002)
+    k_raw_TxH = jnp.asarray(np.random.default_rng(0).standard_normal((2048, 256), np.float32)).astype(jnp.bfloat16)
+    by_pair = keys.mismatch_by_pair(k_raw_TxH, table, 1000, (1,), keys.BF16_WIDE)[0] / 4096
+    k_rot_TxH = np.asarray(keys.fresh_key(k_raw_TxH, table, 1000, keys.BF16_WIDE)).astype(np.float64)
+    partner_TxH, unit_TxH = np.roll(k_rot_TxH, 128, axis=1), 2.0 ** (np.frexp(k_rot_TxH)[1] - 8)
+    predicted = [
+        laws.small_angle_expectation(np.sin(frequency), partner_TxH[:, pair::128], unit_TxH[:, pair::128])
+        for pair, frequency in enumerate(encoding.frequencies())
+        if pair >= 64
+    ]
+    np.testing.assert_allclose(by_pair[64:].mean(), np.mean(predicted), rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "scheme", "share"),
+    [
+        (encodings.GLOBAL256_SCALE8, keys.BF16_WIDE, (0.03, 0.05)),
+        (encodings.GLOBAL256_SCALE8, keys.ENGINE_BF16, (0, 0)),
+        (encodings.LOCAL256, keys.BF16_WIDE, (0, 0)),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_lucky_heads_are_rare_and_of_one_encoding(encoding, scheme, share):  # E8
+    table = tables.make_table(encoding, 2)
+    k_raw_TxH = jnp.asarray(np.random.default_rng(1).standard_normal((8192, 256), np.float32)).astype(jnp.bfloat16)
+    fresh_TxH, stored_TxH = (keys.fresh_key(k_raw_TxH, table, position, scheme) for position in (0, 1))
+    is_equal_T = bits.bit_equal(keys.rerotated_key(stored_TxH, table, -1, scheme), fresh_TxH).all(axis=1)
+    assert share[0] <= float(is_equal_T.mean()) <= share[1]
+
+
 @pytest.mark.parametrize(
     ("position", "target", "wanted"),
     [(0, 1000, 1 << 20), (1, 0, 751_424), (1, 2, 830_568), (1000, 30_000, 894_424), (44, 45, 1_031_392)],
