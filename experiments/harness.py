@@ -54,6 +54,7 @@ class Findings:
       inputs, outputs: name to SHA-256 (hex).
       rows: one flat mapping per sample or schedule, all with the same names.
       tries: one flat mapping per try of a detector; may be empty.
+      tables: further lists of that kind by name.
     """
 
     holds: bool
@@ -63,6 +64,7 @@ class Findings:
     outputs: Mapping[str, str]
     rows: Sequence[Mapping[str, Any]]
     tries: Sequence[Mapping[str, Any]] = ()
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +165,7 @@ def report(document: Mapping[str, Any]) -> str:
     lines += ["## Figures", "", *_markdown(("figure", "value"), _figures(document))]
     for name in _GROUPS:
         lines += [f"## {name.capitalize()}", "", *_markdown((name, "value"), document[name].items())]
-    for name in _LISTS:
-        rows = document[name]
+    for name, rows in [*((name, document[name]) for name in _LISTS), *document["tables"].items()]:
         if rows:
             cells = ([_shortened(value) for value in row.values()] for row in rows)
             lines += [f"## {name.capitalize()}", "", *_markdown(rows[0].keys(), cells)]
@@ -288,6 +289,7 @@ def _document(experiment: Experiment, settings: Any, findings: Findings, seconds
         "pin": findings.pin.document,
         "tries": [dict(row) for row in findings.tries],
         "rows": [dict(row) for row in findings.rows],
+        "tables": {name: [dict(row) for row in rows] for name, rows in findings.tables.items()},
     }
     clash = sorted(findings.figures.keys() & {*head, *rest, "pin_id", "seconds"})
     if clash:

@@ -1,0 +1,128 @@
+"""What a shift of all positions does downstream: to attention logits, and to the values of deeper layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvgraft_jax import errors, notation
+from kvgraft_jax.exactness import bits, keys
+from kvgraft_jax.exactness import tables as tables_lib
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import generate
+from kvgraft_jax.gemma import rotary as rotary_lib
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LogitShift:
+    """Logits q k of T pairs of a query and a key, at their positions and all moved by one shift.
+
+    Attributes:
+      before_T, after_T: float64, dot products of the stored vectors, unscaled.
+    """
+
+    before_T: np.ndarray
+    after_T: np.ndarray
+
+    @property
+    def difference_T(self) -> np.ndarray:
+        """after - before."""
+        return self.after_T - self.before_T
+
+    def num_equal(self, dtype: str) -> int:
+        """How many logits are the same once rounded to `dtype`."""
+        rounded = (jnp.asarray(x.astype(np.float32)).astype(dtype) for x in (self.before_T, self.after_T))
+        return int(bits.bit_equal(*rounded).sum())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShiftedTables:
+    """The engine's rotary tables with every position moved by `shift`: slot s turns by s + shift.
+
+    Attributes:
+      tables: of at least as many positions as slots and shift together.
+      shift: int32 scalar.
+    """
+
+    tables: rotary_lib.RotaryTables
+    shift: jax.Array
+
+    def rows(self, kind: str, start: jax.Array, num_positions: int) -> rotary_lib.RotaryRows:
+        """As `RotaryTables.rows`, of slots."""
+        return self.tables.rows(kind, start + self.shift, num_positions)
+
+
+def logit_shift_difference(
+    q_raw_TxH: jax.Array,
+    k_raw_TxH: jax.Array,
+    table: tables_lib.Table,
+    query_position_T: np.ndarray,
+    key_position_T: np.ndarray,
+    shift: int,
+    scheme: keys.Scheme = keys.ENGINE_BF16,
+) -> LogitShift:
+    """Logits before and after all positions move by `shift`: rotary encoding leaves them alone in the reals only.
+
+    Args:
+      q_raw_TxH, k_raw_TxH: [T, H] before rotation, in the scheme's raw dtype.
+      table: the encoding's table.
+      query_position_T, key_position_T: positions before the shift.
+      shift: d.
+      scheme: arithmetic and storage.
+
+    Raises:
+      ConfigError, InputError: as `fresh_key`.
+    """
+    notation.check_shape("q_raw_TxH", q_raw_TxH, tuple(k_raw_TxH.shape))
+
+    def logits(moved: int) -> np.ndarray:
+        q_rot_TxH = keys.fresh_key(q_raw_TxH, table, query_position_T + moved, scheme)
+        k_rot_TxH = keys.fresh_key(k_raw_TxH, table, key_position_T + moved, scheme)
+        wide = (np.asarray(x).astype(np.float64) for x in (q_rot_TxH, k_rot_TxH))
+        return np.einsum("TH,TH->T", *wide)
+
+    return LogitShift(logits(0), logits(shift))
+
+
+def layer_value_shift_difference(
+    runner: generate.Runner, token_ids: Sequence[int], shift: int, num_slots: int
+) -> np.ndarray:
+    """Elements of the values of each layer that change when all positions of a text move by `shift`.
+
+    Nothing is grafted and no left context is there: it is the model's own sensitivity to its positions.
+
+    Exact: 0 for shift 0, and for layer 0 at any shift.
+
+    Args:
+      runner: an engine's; its tables need `num_slots` + shift positions.
+      token_ids: the text, of at most `num_slots` - W tokens.
+      shift: d, 0 or more.
+      num_slots: slots of the caches that both runs use, a multiple of the K/V block plus W.
+
+    Returns:
+      int32, one per layer that owns values.
+
+    Raises:
+      InputError: a token or position outside.
+    """
+    config = runner.programs.config
+    planned = generate.plan_tokens(token_ids, config.model.vocab_size)
+    generate.plan_capacity(0, len(planned), num_slots - config.width, "tokens")
+    positions = runner.tables.full.cos_SxR.shape[0]
+    if not 0 <= shift <= positions - num_slots:
+        raise errors.InputError(f"shift: got {shift}, wanted 0 to {positions - num_slots}, where the tables end")
+
+    def values(moved: int) -> list[jax.Array]:
+        tables = ShiftedTables(runner.tables, jnp.int32(moved))
+        cache = cache_lib.make_cache(config.model, num_slots, config.jnp_dtype)
+        shifted = generate.Runner(runner.programs, runner.params, tables)
+        layers = generate.run(shifted, cache, planned, 0).cache.layers
+        return [cache_lib.read_slots(layer.v_SxKxH, jnp.int32(0), len(planned), config.jnp_dtype) for layer in layers]
+
+    counts = [bits.bit_difference_count(a, b) for a, b in zip(values(0), values(shift), strict=True)]
+    return np.asarray(counts, np.int32)
