@@ -231,12 +231,18 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def _parse(name: str, argv: list[str]) -> list[str]:
     """Parses the flags; whatever is wrong with them, or with the configuration file, exits with REFUSED."""
+    for argument in argv:
+        path = argument.removeprefix("--config=").partition(":")[0]
+        if argument.startswith("--config=") and not os.path.isfile(path):
+            sys.exit(_refuse(name, f"--config: found no file {path}, wanted one of configs/*.py"))
     try:
         rest = flags.FLAGS(argv)
         config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
         _ = config is not None and list(config)  # A file that could not be read says so when it is used.
     except AttributeError as error:
         sys.exit(_refuse(name, f"--config: no such field: {error}"))
+    except flags.Error as error:
+        sys.exit(_refuse(name, str(error)))
     except Exception as error:  # A configuration file is a program and may raise anything.
         sys.exit(_refuse(name, f"{type(error).__name__}: {error}"))
     if len(rest) > 1:
@@ -254,9 +260,15 @@ def _execute(
 ) -> int:
     settings = read_settings(experiment.settings, config)
     devices = kg.make_mesh(mesh)
+    existed = bool(out) and os.path.exists(out)
     folder = new_folder(out)
     began = time.perf_counter()
-    model = kg.load_model(settings.model, settings.dtype, mesh=devices)
+    try:
+        model = kg.load_model(settings.model, settings.dtype, mesh=devices)
+    except errors.KVGraftError:
+        if not existed:
+            folder.rmdir()  # Nothing is in it.
+        raise
     findings = experiment.run(settings, model, folder)
     document = _document(experiment, settings, findings, time.perf_counter() - began)
     write_text(folder / RESULT, json.dumps(document, indent=1, allow_nan=False) + "\n")

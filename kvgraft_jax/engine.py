@@ -78,6 +78,11 @@ class Engine:
         runner = generate.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
         vars(self).update(model=model, capacity=capacity, step_config=config, runner=runner, _has_compiled=False)
 
+    def __repr__(self) -> str:
+        config = self.step_config
+        shape = f"capacity={self.capacity}, width={config.width}, kv_block={config.kv_block}"
+        return f"Engine({config.model.name}, {config.dtype}, {shape})"
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}: an engine does not change; make another Engine")
 

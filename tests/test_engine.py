@@ -222,3 +222,9 @@ def test_decoding_takes_the_lowest_id_of_the_largest_logit_that_is_not_suppresse
     logits_V = jnp.asarray([1.0, 3.0, 3.0, 2.0, 3.0])
     assert [generate.argmax(logits_V, ids) for ids in ((), (1,), (1, 2), (1, 2, 4))] == [1, 2, 4, 3]
     assert logits_V.tolist() == [1.0, 3.0, 3.0, 2.0, 3.0]
+
+
+def test_an_engine_and_a_model_show_themselves_in_one_line():
+    engine = tiny.engine()
+    assert repr(engine) == f"Engine(gemma-3-270m, bfloat16, capacity={tiny.CAPACITY}, width=8, kv_block=16)"
+    assert repr(engine.model).startswith("Model(random:gemma-3-270m?") and len(repr(engine.model)) < 250

@@ -45,7 +45,7 @@ _MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeEr
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A frozen model, ready to run.
 
@@ -68,6 +68,9 @@ class Model:
     dtype: str
     uri: str
     mesh: sharding.Mesh | None = None
+
+    def __repr__(self) -> str:
+        return f"Model({self.uri}, {self.dtype}, digest {self.digest[:16]})"
 
 
 def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None = None) -> Model:
