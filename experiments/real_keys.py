@@ -1,0 +1,99 @@
+"""Keys of a real run before rotation, and the ways to move stored keys: what both experiments on a model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import functools
+
+import jax
+import numpy as np
+
+import kvgraft_jax as kg
+from kvgraft_jax import errors
+from kvgraft_jax.exactness import encodings, keys, tables
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import step as step_lib
+from kvgraft_jax.gemma import transformer
+
+SCHEMES = {"bfloat16": keys.ENGINE_BF16, "float32": keys.ENGINE_F32}
+"""How an engine of each dtype rotates and stores keys."""
+
+
+def make_table(attention: config_lib.AttentionConfig, num_positions: int) -> tables.Table:
+    """The rotary table of an attention kind, of any head width."""
+    encoding = encodings.Encoding(f"{attention.head_dim} wide", attention.head_dim, attention.rotary)
+    return tables.make_table(encoding, num_positions)
+
+
+def raw_keys(engine: kg.Engine, token_ids: Sequence[int]) -> list[np.ndarray]:
+    """The keys of a text in a fresh context after their norm and before rotation: per layer that owns some, [T, K, H].
+
+    Exact: rotated, they are the engine's keys in every bit wherever that was looked at. The step has no such output, so
+      a second program of the same layers collects them; both experiments compare it with the step and fail where the
+      two differ.
+
+    Args:
+      engine: reads the text at positions 0..T-1.
+      token_ids: a text that fits.
+    """
+    config, collect = engine.step_config, _program(engine.step_config)
+    cache = cache_lib.make_cache(config.model, engine.capacity + config.width, config.jnp_dtype)
+    pieces: list[list[np.ndarray]] = [[] for _ in range(config.model.num_kv_layers)]
+    for first in range(0, len(token_ids), config.width):
+        chunk = token_ids[first : first + config.width]
+        tokens_T, start, count = step_lib.pad_tokens(chunk, config.width), np.int32(first), np.int32(len(chunk))
+        result, k_raw = collect(engine.runner.params, engine.runner.tables, cache, tokens_T, start, count)
+        cache = result.cache
+        for piece, k_raw_TxKxH in zip(pieces, k_raw, strict=True):
+            piece.append(np.asarray(k_raw_TxKxH)[: len(chunk)])
+    return [np.concatenate(piece) for piece in pieces]
+
+
+def moved_keys(
+    k_rot_TxH: jax.Array, table: tables.Table, position_T: np.ndarray, shift: int, scheme: keys.Scheme, method: str
+) -> jax.Array:
+    """Stored keys, each moved from its own position by one shift.
+
+    Exact: no claim.
+
+    Args:
+      k_rot_TxH: [T, H] in the scheme's stored dtype.
+      table: rotations by all positions before and after, and by the shift.
+      position_T: where each key is stored.
+      shift: d.
+      scheme: of `SCHEMES`.
+      method: `keys.REROTATE` or `keys.UNROTATE`.
+
+    Raises:
+      ConfigError: another method; otherwise as `keys.fresh_key`.
+    """
+    if method == keys.REROTATE:
+        return keys.rerotated_key(k_rot_TxH, table, shift, scheme)
+    if method == keys.UNROTATE:
+        k_raw_TxH = keys.unrotated_key(k_rot_TxH, table, position_T, scheme)
+        return keys.fresh_key(k_raw_TxH, table, position_T + shift, scheme)
+    raise errors.ConfigError(f"method: got {method!r}, wanted {keys.REROTATE!r} or {keys.UNROTATE!r}")
+
+
+@functools.lru_cache(maxsize=16)
+def _program(config: step_lib.StepConfig) -> Callable:
+    """The step of a configuration that also gives out what every key norm returns; the cache is donated.
+
+    It gives out everything that the step does: the compiler would drop what nothing hangs on, and round the rest of the
+    last layer otherwise.
+    """
+    model = transformer.Transformer(config.model, config.jnp_dtype, config.kv_block)
+
+    def step(params, rotary_tables, cache, tokens_T, start, count) -> tuple[step_lib.StepResult, tuple[jax.Array, ...]]:
+        (hidden_TxD, cache), collected = model.apply(
+            {"params": params},
+            *(tokens_T, rotary_tables, cache, start, count),
+            mutable=["intermediates"],
+            capture_intermediates=lambda module, method: module.name == "k_norm" and method == "__call__",
+        )
+        layers = [collected["intermediates"][f"layer_{index}"] for index in range(config.model.num_kv_layers)]
+        k_raw = tuple(layer["attention"]["k_norm"]["__call__"][0] for layer in layers)
+        return step_lib.StepResult(hidden_TxD, cache), k_raw
+
+    return jax.jit(step, donate_argnames="cache")

@@ -1,0 +1,141 @@
+"""A deposit moved to other positions, the context that is fresh there, and how the two differ.
+
+Nothing of this is the engine's: it grafts at the own position and refuses every other. Slots are places here, and the
+rotary tables say which positions they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import real_keys
+import kvgraft_jax as kg
+from kvgraft_jax.exactness import keys
+from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import generate
+from kvgraft_jax.gemma import rotary as rotary_lib
+from kvgraft_jax.grafting import compare
+from kvgraft_jax.grafting import graft as graft_lib
+
+PREROTARY = "prerotary"
+WAYS = (keys.REROTATE, keys.UNROTATE, PREROTARY)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Context:
+    """A document in a cache and what followed it.
+
+    Attributes:
+      kv_bits: bit patterns of the document's keys and values, per layer: ([T, K, H], [T, K, H]), unsigned.
+      logits_TxV: float32, after each token of the tail.
+    """
+
+    kv_bits: Sequence[tuple[np.ndarray, np.ndarray]]
+    logits_TxV: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Difference:
+    """Of two contexts of the same tokens.
+
+    Attributes:
+      bits_Lx2, elements_Lx2: bits that differ and elements with such a bit, of each layer's keys and values.
+      kl_nats_T: KL divergence of the second from the first after each token of the tail, float64.
+      argmax_agree: how many of these tokens are followed by the same one.
+    """
+
+    bits_Lx2: np.ndarray
+    elements_Lx2: np.ndarray
+    kl_nats_T: np.ndarray
+    argmax_agree: int
+
+
+def num_slots(engine: kg.Engine) -> int:
+    """Slots of the engine's caches, which is also the length of its tables."""
+    return engine.capacity + engine.step_config.width
+
+
+def shifted(engine: kg.Engine, tables: rotary_lib.RotaryTables, shift: int) -> generate.Runner:
+    """The engine's runner with slot s at position s + shift: same programs, same shapes, other rows of the table."""
+    rows = slice(shift, shift + num_slots(engine))
+    return dataclasses.replace(engine.runner, tables=jax.tree.map(lambda table_SxR: table_SxR[rows], tables))
+
+
+def fresh(engine: kg.Engine, runner: generate.Runner, document: Sequence[int], tail: Sequence[int]) -> Context:
+    """A text read from slot 0 on, where a runner puts it."""
+    cache = cache_lib.make_cache(engine.model.config, num_slots(engine), engine.step_config.jnp_dtype)
+    return read_tail(runner, generate.run(runner, cache, document, 0).cache, tail, len(document))
+
+
+def relocated(engine: kg.Engine, artifact: kg.Artifact, k_raw: Sequence[np.ndarray], shift: int, way: str) -> kg.State:
+    """The state of an artifact moved by `shift`, labelled inexact unless it stays where it was.
+
+    At shift 0 stored keys are copied, by the engine's own graft; keys from before rotation are rotated there too.
+
+    Exact: at shift 0, whatever the way. No claim elsewhere.
+
+    Args:
+      engine: where it goes; a runner of `shifted` by the same number reads on from it.
+      artifact: every row of a text.
+      k_raw: its keys before rotation, per layer [T, K, H].
+      shift: d, 0 or more.
+      way: one of `WAYS`.
+    """
+    state = engine.graft(artifact)
+    if shift == 0 and way != PREROTARY:
+        return state
+    scheme, stacks = real_keys.SCHEMES[engine.model.dtype], []
+    for stack in artifact.stacks:
+        table = real_keys.make_table(engine.model.config.attention(stack.layers[0]), artifact.length + shift)
+        kv_Lx2xSxKxH = np.array(stack.kv_Lx2xSxKxH)
+        rows = kv_Lx2xSxKxH.shape[2:]
+        position_T = np.repeat(np.asarray(stack.positions), rows[1])
+        for layer, k_rot_SxKxH in zip(stack.layers, kv_Lx2xSxKxH[:, 0], strict=True):
+            if way == PREROTARY:
+                k_raw_TxH = jnp.asarray(k_raw[layer].reshape(-1, rows[2]))
+                moved_TxH = keys.fresh_key(k_raw_TxH, table, position_T + shift, scheme)
+            else:
+                k_rot_TxH = jnp.asarray(k_rot_SxKxH.reshape(-1, rows[2]))
+                moved_TxH = real_keys.moved_keys(k_rot_TxH, table, position_T, shift, scheme, way)
+            k_rot_SxKxH[:] = np.asarray(moved_TxH).reshape(rows)
+        stacks.append(dataclasses.replace(stack, kv_Lx2xSxKxH=kv_Lx2xSxKxH))
+    cache = graft_lib.apply_graft(dataclasses.replace(artifact, stacks=tuple(stacks)), num_slots(engine))
+    return dataclasses.replace(state, cache=cache, exact=shift == 0)
+
+
+def read_tail(runner: generate.Runner, cache: cache_lib.Cache, tail: Sequence[int], start: int) -> Context:
+    """Copies the document's rows out of a cache, then gives the cache away to a run over the tail from slot `start`."""
+
+    def bits(array_SxKxH: jax.Array) -> np.ndarray:
+        rows_TxKxH = np.array(array_SxKxH[:start])
+        return rows_TxKxH.view(np.uint16 if rows_TxKxH.itemsize == 2 else np.uint32)
+
+    kv_bits = [(bits(layer.k_rot_SxKxH), bits(layer.v_SxKxH)) for layer in cache.layers]
+    logits: list[np.ndarray] = []
+
+    def head(hidden_TxD: jax.Array, count: int) -> None:
+        for lane in range(0, count, runner.programs.config.head_lanes):
+            lanes = runner.programs.head(runner.params, hidden_TxD, np.int32(lane))
+            logits.extend(np.array(logits_V) for logits_V in lanes[: count - lane])
+
+    generate.run(runner, cache, tail, start, on_step=head)
+    return Context(kv_bits, np.stack(logits))
+
+
+def difference(wanted: Context, found: Context) -> Difference:
+    """How `found` differs from `wanted`."""
+    unequal = [
+        [a ^ b for a, b in zip(*layers, strict=True)] for layers in zip(wanted.kv_bits, found.kv_bits, strict=True)
+    ]
+    logits = list(zip(wanted.logits_TxV, found.logits_TxV, strict=True))
+    return Difference(
+        bits_Lx2=np.array([[np.bitwise_count(bits).sum(dtype=np.int64) for bits in layer] for layer in unequal]),
+        elements_Lx2=np.array([[np.count_nonzero(bits) for bits in layer] for layer in unequal]),
+        kl_nats_T=np.array([compare.kl_nats(wanted_V, found_V) for wanted_V, found_V in logits]),
+        argmax_agree=sum(bool(np.argmax(wanted_V) == np.argmax(found_V)) for wanted_V, found_V in logits),
+    )
