@@ -6,7 +6,9 @@ Each is moved by d and compared with the fresh one, pair by pair and as a whole 
 Command (with a new or empty folder):
   python -m experiments.emitted_keys --config=configs/emitted_keys_270m.py --out=out/emitted_keys
 
-Expected: every check holds; whole_keys_back_by_luck 0.
+Expected: seven checks hold; whole_keys_back_by_luck 0; a rotation by 0 changes 54,062 and 34,107 keys, in the signs of
+zeros.
+Time, measured on two cores: 2,052 s at the lowest priority beside other work, 243 s of them on a processor.
 """
 
 import ml_collections
