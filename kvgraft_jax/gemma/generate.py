@@ -223,7 +223,7 @@ def decode(
 
 
 def argmax(logits_V: jax.Array, suppress_ids: tuple[int, ...]) -> int:
-    """The lowest id of the largest logit, on the host: NumPy finds it thirty times faster than XLA's CPU backend."""
+    """The lowest id of the largest logit, on the host, where NumPy finds it much faster than XLA's CPU backend."""
     on_host_V = np.asarray(logits_V)
     if suppress_ids:
         on_host_V = on_host_V.copy()
