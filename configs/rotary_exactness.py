@@ -6,7 +6,7 @@ Beside it: exhaustive counts of transports, compositions and decoders, and shift
 Command (with a new or empty folder):
   python -m experiments.rotary_exactness --config=configs/rotary_exactness.py --out=out/rotary
 
-Expected: own_position_mismatches 0, and all 18 checks hold.
+Expected: own_position_mismatches 0, and all 21 checks hold.
 Time, measured on two cores beside other work: 92 s, 2.4 GB.
 """
 
@@ -30,6 +30,10 @@ def get_config() -> ml_collections.ConfigDict:
     # Tables.
     config.f32_positions = 32_768
     config.bf16_positions = 4096
+    # What the engine's float32 program decides, and rows of the tables.
+    config.program_shifts = 262_144
+    config.program_positions = 8192
+    config.row_positions = 262_144
     # Values of a random model whose positions are shifted as a whole.
     config.model = (
         "random:gemma-3-270m?seed=0&layers=6&vocab=512&embed=640&hidden=512&heads=4&kv_heads=1&head_dim=64&window=32"

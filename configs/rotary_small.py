@@ -21,6 +21,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.swept_position = 1000
     config.f32_positions = 4096
     config.bf16_positions = 1024
+    # What the engine's float32 program decides, and rows of the tables.
+    config.program_shifts = 2048
+    config.program_positions = 256
+    config.row_positions = 2048
     config.model = (
         "random:gemma-3-270m?seed=0&layers=3&vocab=512&embed=64&hidden=128&heads=4&kv_heads=1&head_dim=16&window=32"
     )

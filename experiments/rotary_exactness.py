@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from experiments import harness, rotary_parts, rotary_plots
+from experiments import harness, rotary_pairs, rotary_parts, rotary_plots
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors
-from kvgraft_jax.exactness import bits, encodings, keys, laws, tables
+from kvgraft_jax.exactness import bits, collisions, encodings, keys, laws, tables
 
 KV_BLOCK = 32
 _ROUNDOFF = {"bfloat16": 2.0**-8, "float32": 2.0**-24}
@@ -38,6 +38,8 @@ class Settings:
       moves: (position, shift) that every method tries.
       swept_position: from here keys are turned on by 0 and all powers of two, both ways.
       f32_positions, bf16_positions: of the tables whose compositions are counted.
+      program_shifts, program_positions: shifts and positions that the engine's float32 program decides.
+      row_positions: of the tables whose rows are compared.
       text_tokens: length of the text.
       value_shifts: by how much its positions are shifted.
     """
@@ -53,6 +55,9 @@ class Settings:
     swept_position: int
     f32_positions: int
     bf16_positions: int
+    program_shifts: int
+    program_positions: int
+    row_positions: int
     text_tokens: int
     value_shifts: tuple[int, ...]
 
@@ -68,6 +73,9 @@ class Settings:
                 raise errors.ConfigError(f"{field}: got {getattr(self, field)}, wanted 1 or more")
         if not 2048 <= self.num_positions <= 1 << 20:
             raise errors.ConfigError(f"num_positions: got {self.num_positions}, wanted 2,048 to {1 << 20}")
+        for field in ("program_shifts", "program_positions", "row_positions"):
+            if not 2 <= getattr(self, field) <= collisions.MAX_POSITIONS:
+                raise errors.ConfigError(f"{field}: got {getattr(self, field)}, wanted 2 to {collisions.MAX_POSITIONS}")
         if self.swept_position >= self.num_positions:
             raise errors.ConfigError(f"swept_position: got {self.swept_position}, wanted below num_positions")
         for move in self.moves:
@@ -115,7 +123,10 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         settings.text_tokens,
         settings.value_shifts,
     )
-    checks = [*_checks(rows), *parts.checks]
+    found_tables, checks = rotary_pairs.measure(
+        settings.program_shifts, settings.program_positions, settings.row_positions, settings.seed
+    )
+    checks = [*_checks(rows), *parts.checks, *checks]
     rotary_plots.draw(settings.swept_position, settings.swept_shifts, swept, settings.num_keys, parts, out)
     own = [row for row in rows if row["shift"] == 0]
     return harness.Findings(
@@ -135,7 +146,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         outputs={"rows_sha256": digest.json_digest(rows), "checks_sha256": digest.json_digest(checks)},
         rows=rows,
         tries=checks,
-        tables=parts.tables,
+        tables={**parts.tables, **found_tables},
     )
 
 
@@ -175,12 +186,16 @@ def _moved_rows(
             is_equal_TxH = np.asarray(bits.bit_equal(moved_TxH, fresh_TxH))
             by_pair = (~is_equal_TxH).sum(axis=0).reshape(2, -1).sum(axis=0)
             heads_equal = int(is_equal_TxH.all(axis=1).sum())
+            pair_equal_R = is_equal_TxH.reshape(len(is_equal_TxH), 2, -1).all(axis=1).mean(axis=0)
+            log10_head = round(float(np.log10(pair_equal_R).sum()), 1) if pair_equal_R.all() else None
             excess = None
             if method == keys.REROTATE:
                 error_TxR = _pair_norm(np.asarray(moved_TxH, np.float64) - np.asarray(fresh_TxH, np.float64))
                 scaled_TxR = error_TxR / (_pair_norm(np.asarray(k_raw_TxH, np.float64)) * bound_R)
                 excess = round(float(scaled_TxR.max()), 4)
-            rows.append(_row(settings, encoding, scheme, method, position, shift, by_pair, heads_equal, excess))
+            rows.append(
+                _row(settings, encoding, scheme, method, position, shift, by_pair, heads_equal, log10_head, excess)
+            )
     return rows
 
 
@@ -197,9 +212,14 @@ def _row(
     shift: int,
     by_pair: np.ndarray,
     heads_equal: int | None = None,
+    log10_head: float | None = None,
     error_of_bound: float | None = None,
 ) -> dict:
-    """One line of the results; elements are those of pairs that rotate."""
+    """One line of the results; elements are those of pairs that rotate.
+
+    `log10_head_equal` is the logarithm of the chance that a whole head comes back, if its pairs did so independently;
+    None where one of them never did.
+    """
     rotated = encoding.num_rotated_pairs
     elements, different = 2 * rotated * settings.num_keys, int(by_pair[:rotated].sum())
     return {
@@ -213,6 +233,7 @@ def _row(
         "percent": round(100 * different / elements, 4),
         "unrotated_different": int(by_pair[rotated:].sum()),
         "heads_equal": heads_equal,
+        "log10_head_equal": log10_head,
         "error_of_bound": error_of_bound,
     }
 

@@ -38,6 +38,9 @@ def config(**changes):
         ({"value_shifts": (1, 2)}, "value_shifts"),
         ({"value_shifts": (0, -1)}, "value_shifts"),
         ({"text_tokens": 0}, "text_tokens"),
+        ({"program_shifts": 1}, "program_shifts"),
+        ({"program_positions": 1 << 19}, "program_positions"),
+        ({"row_positions": 0}, "row_positions"),
         ({"seed": -1}, "seed"),
     ],
 )
@@ -74,7 +77,7 @@ def test_the_small_configuration_passes(tmp_path):
     assert result.returncode == 0, result.stderr + result.stdout
     document = test_experiments.results(tmp_path)
     assert document["holds"] and document["own_position_mismatches"] == 0 < document["own_position_elements"]
-    assert document["checks_held"] == document["checks"] == len(document["tries"]) >= 18
+    assert document["checks_held"] == document["checks"] == len(document["tries"]) >= 21
     assert all(check["holds"] for check in document["tries"])
     settings = rotary_small.get_config()
     shifts = {row["shift"] for row in document["rows"] if row["position"] == settings.swept_position}

@@ -94,6 +94,11 @@ def separates_all(codes: Codes) -> np.ndarray:
     return separates_S
 
 
+def num_confused(codes: Codes) -> int:
+    """How many ordered pairs of a position p from 1 and another one p' no key pair tells apart."""
+    return sum(int(confused_S.sum()) for _, confused_S in _confused(codes))
+
+
 def confused_positions(codes: Codes, limit: int) -> np.ndarray:
     """The first `limit` pairs (p, p') that no key pair tells apart: int64 [at most limit, 2]."""
     found, count = [np.zeros((0, 2), np.int64)], 0

@@ -88,13 +88,16 @@ def fresh_key(
     return _turned(k_raw_TxH, table.rows(position_T), scheme.arithmetic, scheme.stored)
 
 
-def rerotated_key(k_rot_TxH: jax.Array, table: tables_lib.Table, shift: int, scheme: Scheme = ENGINE_BF16) -> jax.Array:
-    """Stored keys turned on by `shift` positions (negative: back). Exact: no claim; see `mismatch_bound`.
+def rerotated_key(
+    k_rot_TxH: jax.Array, table: tables_lib.Table, shift_T: np.ndarray | int, scheme: Scheme = ENGINE_BF16
+) -> jax.Array:
+    """Stored keys turned on by a shift (negative: back), one for all keys or one for each.
 
+    Exact: no claim; see `mismatch_bound`.
     Args, Returns, Raises: as `fresh_key`, with keys in the scheme's stored dtype.
     """
     check_keys("k_rot_TxH", k_rot_TxH, table, scheme.stored)
-    return _turned(k_rot_TxH, table.rows(shift), scheme.arithmetic, scheme.stored)
+    return _turned(k_rot_TxH, table.rows(shift_T), scheme.arithmetic, scheme.stored)
 
 
 def unrotated_key(
