@@ -4,7 +4,7 @@
   python -m experiments.check_certificate shift N [--scale 8]               T2: re-rotation by d fails, 0 < |d| < N
   python -m experiments.check_certificate value-flip N                      T6: a value at layer 1 flips, 0 < |d| < N
 
-Angles, cosines and sines are computed here, in fixed point with 160 binary digits. What a rule says of programs:
+Angles, cosines and sines are computed here, with 160 binary digits. Rules; under each, p = 0 keeps the key as it is:
 
   real       every pre-rounding value is within (|x1| + |x2|) (2^-21 + 2^-22 p w) of the rotation by the real angle p w
              (without the second term on pair 0, whose angles are exact in float32), then rounded to bfloat16

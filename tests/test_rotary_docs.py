@@ -60,6 +60,18 @@ def compositions():
     return {texts(*(row[name] for name in names)) for row in rows}
 
 
+def shifts():
+    return {texts(*row.values()) for row in part("the engine's float32 program: re-rotation")}
+
+
+def rows():
+    return {texts(*row.values()) for row in part("tables: rows")}
+
+
+def float32():
+    return {texts(*row.values()) for row in part("the engine's float32 program: pairs")}
+
+
 def decoders():
     found = {}
     for row in part("decoders"):
@@ -75,10 +87,10 @@ def moves():
         if row["heads_equal"] is not None:
             place = texts(row["encoding"], row["scheme"], row["position"], row["shift"])
             found.setdefault(place, {})[row["method"]] = f"{row['percent']:.2f}"
-    return {
-        place + tuple(got.get(name, "-") for name in ("rerotate", "unrotate", "linear", "snap"))
-        for place, got in found.items()
-    }
+            if row["method"] == keys.REROTATE and row["log10_head_equal"] is not None:
+                found[place]["log10"] = str(row["log10_head_equal"])
+    names = ("rerotate", "unrotate", "linear", "snap", "log10")
+    return {place + tuple(got.get(name, "-") for name in names) for place, got in found.items()}
 
 
 def logits():
@@ -134,7 +146,7 @@ def grid():
 SOURCES = {
     source.__name__: source
     for source in (
-        *(programs, transports, compositions, decoders, moves, logits, values, checks),
+        *(programs, transports, compositions, rows, shifts, float32, decoders, moves, logits, values, checks),
         *(certificates, commands, grid),
     )
 }
@@ -178,6 +190,12 @@ def test_a_wrong_digit_in_a_table_is_found(name):
     place = max(index for index, cell in enumerate(row) if cell[-1:].isdigit())
     wrong = (*row[:place], row[place][:-1] + str((int(row[place][-1]) + 1) % 10), *row[place + 1 :])
     assert row in SOURCES[name]() and wrong not in SOURCES[name]()
+
+
+def test_figures_of_the_270m_are_the_recorded_ones():
+    recorded = json.loads((ROOT / "results/rotary/emitted_keys/result.json").read_text())
+    changed, total = recorded["keys_that_a_rotation_by_0_changes"], recorded["keys"]
+    assert f"changes {changed['sliding']:,} of {total['sliding']:,} keys" in TEXT
 
 
 def test_figures_in_the_text_are_the_recorded_ones():
