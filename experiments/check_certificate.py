@@ -5,12 +5,10 @@
   python -m experiments.check_certificate value-flip N                      T6: a value at layer 1 flips, 0 < |d| < N
 
 Angles, cosines and sines are computed here, with 160 binary digits. Rules; under each, p = 0 keeps the key as it is:
-
   real       every pre-rounding value is within (|x1| + |x2|) (2^-21 + 2^-22 p w) of the rotation by the real angle p w
              (without the second term on pair 0, whose angles are exact in float32), then rounded to bfloat16
   reference  the angle is RN32(p RN32(w)), w as the reference code rounds it; within (|x1| + |x2|) 2^-21, then rounded
   hf-bf16    cosine and sine of that angle, both products and their sum are each rounded to bfloat16: nothing is free
-
 Exit codes: 0 the theorem holds, 1 it does not, or is not decided, 2 bad input, or a table that float64 leaves open.
 """
 
@@ -56,6 +54,13 @@ class BadInput(Exception):
     """A certificate that is refused before anything is computed."""
 
 
+def unique(fields: list[tuple[str, object]]) -> dict:
+    """The object of these fields, none of which may be there twice."""
+    if len(dict(fields)) < len(fields):
+        raise ValueError("a field is there twice")
+    return dict(fields)
+
+
 def rounded(value: int, digits: int) -> int:
     """`value` to the nearest integer with so many significant binary digits, ties to even."""
     shift = value.bit_length() - digits
@@ -66,8 +71,7 @@ def rounded(value: int, digits: int) -> int:
 
 def settled(value: int, *digits: int) -> int:
     """`value`, of which a float64 knows all but 2^-50, rounded to digits after digits."""
-    slack = (abs(value) >> 50) + 1
-    low, high = value - slack, value + slack
+    low, high = (value + side * ((abs(value) >> 50) + 1) for side in (-1, 1))
     for count in digits:
         low, high = rounded(low, count), rounded(high, count)
     if low != high:
@@ -90,8 +94,7 @@ def cos_sin(angle: int) -> tuple[int, int]:
         order += 1
         term = (term * abs(angle) >> WORK) // order
         sums[order % 4] += term
-    sine = sums[1] - sums[3]
-    return sums[0] - sums[2], sine if angle > 0 else -sine
+    return sums[0] - sums[2], (sums[1] - sums[3]) * (1 if angle > 0 else -1)
 
 
 def turned(point: tuple[int, int], turn: tuple[int, int]) -> tuple[int, int]:
@@ -181,13 +184,10 @@ def check_no_decoder(document: dict, positions: int) -> tuple[bool, str]:
         found[table[0]] = SEPARATE  # At position 0 nothing is rotated: the two keys stay two.
         codes = [found[row] for row in table]
         unless_apart.append(everywhere ^ int("".join("01"[code is SEPARATE] for code in reversed(codes)), 2))
-        for position, code in enumerate(codes):
-            if code is COLLIDE:
-                merged[position].append(number)
-    failing = 0
-    for position in range(1, positions):
-        alive = functools.reduce(int.__and__, (unless_apart[number] for number in merged[position]), everywhere)
-        failing += alive.bit_count() - 1
+        for position in (position for position, code in enumerate(codes) if code is COLLIDE):
+            merged[position].append(number)
+    masks = ([unless_apart[number] for number in merged[position]] for position in range(1, positions))
+    failing = sum(functools.reduce(int.__and__, mask, everywhere).bit_count() - 1 for mask in masks)
     report = f"""{name}, rule {rule}, {len(document["key_pairs"])} key pairs, positions below {positions}
 ordered pairs of a position p >= 1 and another one p': {(positions - 1) ** 2}; without a witness: {failing}
 claim: no function of the bfloat16 key stored at p gives the one of p', unless p' = p"""
@@ -245,12 +245,12 @@ def read_certificate(path: str) -> dict:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise ValueError(f"longer than {MAX_BYTES} bytes")
-        document = json.loads(raw)
+        document = json.loads(raw, object_pairs_hook=unique)
         name, rule = document["config"]["name"], document["angle_rule"]
         config = dict(zip(CONFIG_FIELDS, (name, *CONFIGS[name]), strict=True))
         wanted = CONSTANTS | MARGINS[rule] | {"config": config, "angle_rule": rule}
         positions, key_pairs = (document[field] for field in ("positions", "key_pairs"))
-        if document.pop("sha256", None) not in (None, hashlib.sha256(canonical(document).encode()).hexdigest()):
+        if document.pop("sha256", ...) not in (..., hashlib.sha256(canonical(document).encode()).hexdigest()):
             raise ValueError("sha256 is not that of the rest: the file was changed")
         if canonical(document) != canonical(wanted | {"positions": positions, "key_pairs": key_pairs}):
             raise ValueError(f"fields: wanted positions, key_pairs and {wanted}")

@@ -224,7 +224,7 @@ def _move(settings: Settings, table: tables.Table, k_raw_BxTxKxH: np.ndarray) ->
         if shift == 0:
             yield (shift, COPY), compare(k_rot_TxH, fresh_TxH)
         for method in METHODS:
-            moved_TxH = real_keys.moved_keys(k_rot_TxH, table, position_T, shift, SCHEME, method)
+            moved_TxH = keys.moved_key(k_rot_TxH, table, position_T, position_T + shift, SCHEME, method)
             yield (shift, method), compare(moved_TxH, fresh_TxH)
 
 

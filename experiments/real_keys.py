@@ -1,4 +1,4 @@
-"""Keys of a real run before rotation, and the ways to move stored keys: what both experiments on a model share."""
+"""Keys of a real run before rotation, and the tables that turn them: what both experiments on a model share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 import kvgraft_jax as kg
-from kvgraft_jax import errors
 from kvgraft_jax.exactness import encodings, keys, tables
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
@@ -48,32 +47,6 @@ def raw_keys(engine: kg.Engine, token_ids: Sequence[int]) -> list[np.ndarray]:
         for piece, k_raw_TxKxH in zip(pieces, k_raw, strict=True):
             piece.append(np.asarray(k_raw_TxKxH)[: len(chunk)])
     return [np.concatenate(piece) for piece in pieces]
-
-
-def moved_keys(
-    k_rot_TxH: jax.Array, table: tables.Table, position_T: np.ndarray, shift: int, scheme: keys.Scheme, method: str
-) -> jax.Array:
-    """Stored keys, each moved from its own position by one shift.
-
-    Exact: no claim.
-
-    Args:
-      k_rot_TxH: [T, H] in the scheme's stored dtype.
-      table: rotations by all positions before and after, and by the shift.
-      position_T: where each key is stored.
-      shift: d.
-      scheme: of `SCHEMES`.
-      method: `keys.REROTATE` or `keys.UNROTATE`.
-
-    Raises:
-      ConfigError: another method; otherwise as `keys.fresh_key`.
-    """
-    if method == keys.REROTATE:
-        return keys.rerotated_key(k_rot_TxH, table, shift, scheme)
-    if method == keys.UNROTATE:
-        k_raw_TxH = keys.unrotated_key(k_rot_TxH, table, position_T, scheme)
-        return keys.fresh_key(k_raw_TxH, table, position_T + shift, scheme)
-    raise errors.ConfigError(f"method: got {method!r}, wanted {keys.REROTATE!r} or {keys.UNROTATE!r}")
 
 
 @functools.lru_cache(maxsize=16)

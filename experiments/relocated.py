@@ -101,7 +101,7 @@ def relocated(engine: kg.Engine, artifact: kg.Artifact, k_raw: Sequence[np.ndarr
                 moved_TxH = keys.fresh_key(k_raw_TxH, table, position_T + shift, scheme)
             else:
                 k_rot_TxH = jnp.asarray(k_rot_SxKxH.reshape(-1, rows[2]))
-                moved_TxH = real_keys.moved_keys(k_rot_TxH, table, position_T, shift, scheme, way)
+                moved_TxH = keys.moved_key(k_rot_TxH, table, position_T, position_T + shift, scheme, way)
             k_rot_SxKxH[:] = np.asarray(moved_TxH).reshape(rows)
         stacks.append(dataclasses.replace(stack, kv_Lx2xSxKxH=kv_Lx2xSxKxH))
     cache = graft_lib.apply_graft(dataclasses.replace(artifact, stacks=tuple(stacks)), num_slots(engine))

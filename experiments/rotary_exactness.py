@@ -190,17 +190,13 @@ def _moved_rows(
             log10_head = round(float(np.log10(pair_equal_R).sum()), 1) if pair_equal_R.all() else None
             excess = None
             if method == keys.REROTATE:
-                error_TxR = _pair_norm(np.asarray(moved_TxH, np.float64) - np.asarray(fresh_TxH, np.float64))
-                scaled_TxR = error_TxR / (_pair_norm(np.asarray(k_raw_TxH, np.float64)) * bound_R)
+                off_TxH = np.asarray(moved_TxH, np.float64) - np.asarray(fresh_TxH, np.float64)
+                scaled_TxR = rotary_parts.pair_norm(off_TxH) / (rotary_parts.pair_norm(k_raw_TxH) * bound_R)
                 excess = round(float(scaled_TxR.max()), 4)
             rows.append(
                 _row(settings, encoding, scheme, method, position, shift, by_pair, heads_equal, log10_head, excess)
             )
     return rows
-
-
-def _pair_norm(x_TxH: np.ndarray) -> np.ndarray:
-    return np.hypot(*np.split(x_TxH, 2, axis=1))
 
 
 def _row(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import check_certificate
 import kvgraft_jax as kg
 from kvgraft_jax.exactness import bits, compositions, decoders, encodings, keys, logits, tables, transports
 from kvgraft_jax.gemma import config as config_lib
@@ -17,7 +18,7 @@ from kvgraft_jax.gemma import rotary as rotary_lib
 
 PAIR0 = encodings.Encoding("pair 0", 2, config_lib.RotaryConfig(1e4))
 DECODER_MOVES = ((0, 1000), (1, 0), (1, 2), (44, 45), (355, 0), (1000, 1001), (1000, 30_000))
-FLIP_GAP = 25.0
+FLIP_GAP = check_certificate.FLIP_GAP
 PROGRAMS = (
     "host table, jitted",
     "host table, op by op",
@@ -213,9 +214,9 @@ def _decoders(table: tables.Table) -> tuple[dict[str, np.ndarray], list[dict]]:
 def _flips(table: tables.Table) -> tuple[dict[str, np.ndarray], list[dict]]:
     """The gap of the logits of two tokens at p and p + 1, for a query at p + 1: -0.0842 everywhere in the reals."""
     position_T = np.arange(_FLIP_POSITIONS)
-    query, first, second = (314.0, 0.0), (170.0, 264.0), (314.0, 0.0)
+    query, first, second = check_certificate.QUERY, check_certificate.KEY_FAR, check_certificate.KEY_NEAR
 
-    def logit(key: tuple[float, float], key_position_T: np.ndarray, scheme: keys.Scheme) -> np.ndarray:
+    def logit(key: tuple[int, int], key_position_T: np.ndarray, scheme: keys.Scheme) -> np.ndarray:
         q_TxH, k_TxH = (jnp.tile(jnp.asarray([x], jnp.bfloat16), (_FLIP_POSITIONS, 1)) for x in (query, key))
         return logits.logit_shift_difference(q_TxH, k_TxH, table, position_T + 1, key_position_T, 0, scheme).before_T
 
@@ -241,10 +242,10 @@ def _logits(seed: int) -> tuple[list[dict], list[dict]]:
                 q_raw_TxH, k_raw_TxH, table, query_position_T, key_position_T, shift, scheme
             )
             equal = {dtype: moved.num_equal(dtype) for dtype in ("float32", "bfloat16")}
-            mean = np.abs(moved.difference_T).mean() / 16
+            mean = np.abs(moved.difference_T).mean() / np.sqrt(table.encoding.head_dim)  # As attention scales them.
             rows.append({"scheme": scheme.name, "shift": shift, **equal, "mean_difference": float(f"{mean:.2e}")})
             bf16_equal += equal["float32"] * (scheme.stored == "bfloat16")
-    return rows, [check("section 4: float32 logits of bfloat16 keys that a shift leaves alone", bf16_equal, "< 10")]
+    return rows, [check("T3 float32 logits of bfloat16 keys that a shift leaves alone", bf16_equal, "< 10")]
 
 
 def _values(engine: kg.Engine, token_ids: Sequence[int], shifts: Sequence[int]) -> tuple[np.ndarray, int]:
@@ -262,7 +263,7 @@ def _drift(seed: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """
     table = tables.make_table(encodings.LOCAL256, 120_200)
     k_raw_TxH = jnp.asarray(np.random.default_rng(seed).standard_normal((256, 256), np.float32))
-    norm_TxR = _pair_norm(k_raw_TxH)
+    norm_TxR = pair_norm(k_raw_TxH)
     positions = np.unique(np.geomspace(8, 80_000, 25).astype(int))
     errors_SxR = []
     for first in map(int, positions):
@@ -272,13 +273,14 @@ def _drift(seed: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
             k_rot_TxH = keys.fresh_key(k_raw_TxH, table, position, keys.ENGINE_F32)
             moved_TxH = keys.rerotated_key(k_rot_TxH, table, shift, keys.ENGINE_F32)
             fresh_TxH = keys.fresh_key(k_raw_TxH, table, position + shift, keys.ENGINE_F32)
-            error_TxR = _pair_norm(np.asarray(moved_TxH, np.float64) - np.asarray(fresh_TxH, np.float64))
+            error_TxR = pair_norm(np.asarray(moved_TxH, np.float64) - np.asarray(fresh_TxH, np.float64))
             errors_NxR.append(np.quantile(error_TxR / norm_TxR, 0.99, axis=0))
         errors_SxR.append(np.max(errors_NxR, axis=0) * 2.0**24)
     return {pair: (positions, np.array(errors_SxR)[:, pair]) for pair in _DRIFT_PAIRS}
 
 
-def _pair_norm(x_TxH: jax.Array | np.ndarray) -> np.ndarray:
+def pair_norm(x_TxH: jax.Array | np.ndarray) -> np.ndarray:
+    """Euclidean norm of every pair: float64 [T, R]."""
     return np.hypot(*np.split(np.asarray(x_TxH, np.float64), 2, axis=1))
 
 

@@ -95,6 +95,12 @@ def test_no_decoder(path, capsys):
     assert f"{255**2}; without a witness: 0\n" in said and "HOLDS" in said
 
 
+@pytest.mark.slow
+def test_a_committed_certificate_holds_at_its_own_length(capsys):
+    assert check("no-decoder", ROOT / "results/certificates/no_decoder_local256_32768_hf-bf16.json") == HOLDS
+    assert f"{32767**2}; without a witness: 0\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("rule", ["real", "hf-bf16"])
 @pytest.mark.parametrize("scale", [1, 8])
 def test_shift(rule, scale, capsys):
@@ -172,6 +178,8 @@ def test_damage_to_a_signed_certificate_is_seen(path, written):
         {"note": "unknown"},
         {"sha256": "0" * 64},
         {"sha256": 0},
+        {"sha256": None},
+        {"sha256": ""},
     ):
         assert check("no-decoder", written(document | damage), "--positions", 2) == REFUSED
 
@@ -226,6 +234,17 @@ def test_bad_certificates_are_refused(written, damage, capsys):
     assert check("no-decoder", written(document), "--positions", 2) == REFUSED
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("check_certificate: ")
+
+
+def test_a_field_that_is_there_twice_is_refused(written, capsys):
+    document = _read(ROOT / "results" / "certificates" / "no_decoder_local256_32768_real.json")
+    del document["sha256"]
+    text = json.dumps(document)
+    assert check("no-decoder", written(text), "--positions", 2) == HOLDS
+    for twice in ('{"positions": 32768, ' + text[1:], text.replace('"scale"', '"scale": 1, "scale"')):
+        assert json.loads(twice) == document
+        assert check("no-decoder", written(twice), "--positions", 2) == REFUSED
+        assert "twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,24 @@ def test_exactness_at_the_widths_of_gemma_4(size, tmp_path):
     assert document["samples"] == document["decode_sha256_equal"] == 5 and document["kl_nats_max"] == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["12b", "31b"])
+def test_schedules_at_the_widths_of_gemma_4(size, tmp_path):
+    result = command(
+        "schedule_invariance",
+        f"--config=configs/exactness_gemma4_{size}.py",
+        f"--config.model=random:gemma-4-{size}?layers=6&vocab=8192&seed=0",
+        "--config.schedules=3",
+        "--config.text_tokens=200",
+        "--config.single_steps=8",
+        "--config.width=16",
+        f"--out={tmp_path}",
+    )
+    assert result.returncode == 0, result.stderr
+    document = results(tmp_path)
+    assert (document["schedules"], document["distinct_hashes"]) == (3, 1)
+
+
 def test_configurations_measure_the_default_engine_and_cross_window_and_blocks():
     real, small = exactness_270m.get_config(), exactness_small.get_config()
     assert (real.width, real.kv_block) == (engine_lib.DEFAULT_WIDTH, engine_lib.DEFAULT_KV_BLOCK)

@@ -163,15 +163,6 @@ def test_wider_storage_gives_the_key_back():  # E4
     assert keys.mismatch_by_pair(k_raw_TxH, table, 1000, (1000,), keys.F32_OF_BF16).sum() > 200_000
 
 
-def test_raw_keys_stored_at_layer_0_are_exact_anywhere():  # E5
-    """A key kept before rotation and rotated where it is needed is the fresh key, by definition of fresh."""
-    table = tables.make_table(encodings.LOCAL256, 100)
-    k_raw_TxH = gaussian(32, 256)
-    stored = np.asarray(k_raw_TxH).view(np.uint16).copy()
-    moved = keys.fresh_key(jnp.asarray(stored.view(jnp.bfloat16)), table, 99)
-    assert int(bits.bit_difference_count(moved, keys.fresh_key(k_raw_TxH, table, 99))) == 0
-
-
 def test_bad_keys_are_refused_before_any_compute():
     table = tables.make_table(encodings.LOCAL256, 10)
     k_raw_TxH = gaussian(2, 256)

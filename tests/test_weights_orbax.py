@@ -80,11 +80,12 @@ def test_same_model_from_every_layout(tmp_path, monkeypatch, kind, layout_name, 
     assert loaded.tokenizer is None and loaded.chat is None
 
 
-def test_equal_logits(tmp_path):
-    written.write_old(tmp_path / "m", written.flat(written.arrays("dense")))
+@pytest.mark.parametrize("kind", ["gemma3", "dense", "shared", "experts"])
+def test_equal_logits(tmp_path, kind):
+    written.write_old(tmp_path / "m", written.flat(written.arrays(kind)))
     loaded = model.load_model(f"orbax:{tmp_path / 'm'}")
     made = model.Model(
-        written.config("dense"), written.weights("dense").params, None, None, loaded.digest, "bfloat16", "made"
+        written.config(kind), written.weights(kind).params, None, None, loaded.digest, "bfloat16", "made"
     )
     ours, theirs = (
         engine_lib.Engine(each, capacity=16, width=4, kv_block=16).prefill([2, 5, 8, 13, 21]).logits

@@ -99,18 +99,6 @@ def num_confused(codes: Codes) -> int:
     return sum(int(confused_S.sum()) for _, confused_S in _confused(codes))
 
 
-def confused_positions(codes: Codes, limit: int) -> np.ndarray:
-    """The first `limit` pairs (p, p') that no key pair tells apart: int64 [at most limit, 2]."""
-    found, count = [np.zeros((0, 2), np.int64)], 0
-    for position, confused_S in _confused(codes):
-        other_P = np.flatnonzero(confused_S)
-        found.append(np.stack([np.full_like(other_P, position), other_P], axis=1))
-        count += len(other_P)
-        if count >= limit:
-            break
-    return np.concatenate(found)[:limit]
-
-
 def _confused(codes: Codes) -> Iterator[tuple[int, np.ndarray]]:
     """For every position p from 1: p, and which other positions no key pair tells apart from it."""
     num_positions = codes.merged_MxS.shape[1]

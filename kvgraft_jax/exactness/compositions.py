@@ -80,8 +80,8 @@ def rotation_depth(cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 def exact_composition_candidates(cos_SxR: np.ndarray, sin_SxR: np.ndarray) -> Compositions:
     """Every product R_a R_b, R_a R_(-b) of a table, within the table, that its depth does not rule out.
 
-    Math: with m(z) the depth of z and m(z), m(w) >= 1: m(zw) >= m(z) + m(w) - 1, because 2 = -i (1 + i)^2 ramifies and
-      a primitive numerator is divisible by 1 + i at most once. So R_a R_b = R_t needs m(t) >= m(a) + m(b) - 1.
+    Math: the depths of two rotations, where neither is 0, add up in their product but for at most 1 (T4 (c) of
+      docs/rotary.md). So R_a R_b = R_t needs m(t) >= m(a) + m(b) - 1.
     Exact: no exact composition is left out, but for those with a depth of 0 (R_0 and quarter turns).
 
     Args:

@@ -114,44 +114,58 @@ def unrotated_key(
 
 
 def reencoded_key(
-    k_rot_TxH: jax.Array, table: tables_lib.Table, position: int, target: int, scheme: Scheme = ENGINE_BF16
+    k_rot_TxH: jax.Array,
+    table: tables_lib.Table,
+    position_T: np.ndarray | int,
+    target_T: np.ndarray | int,
+    scheme: Scheme = ENGINE_BF16,
 ) -> jax.Array:
-    """Stored keys turned back from `position` and rotated to `target`, with no rounding to the raw dtype in between.
+    """Stored keys turned back from `position_T` and rotated to `target_T`, not rounded to the raw dtype in between.
 
     Exact: no claim.
     Args, Returns, Raises: as `unrotated_key`.
     """
-    k_raw_TxH = unrotated_key(k_rot_TxH, table, position, scheme)
-    return _turned(k_raw_TxH, table.rows(target), scheme.arithmetic, scheme.stored)
+    k_raw_TxH = unrotated_key(k_rot_TxH, table, position_T, scheme)
+    return _turned(k_raw_TxH, table.rows(target_T), scheme.arithmetic, scheme.stored)
 
 
 def snapped_key(
-    k_rot_TxH: jax.Array, table: tables_lib.Table, position: int, target: int, scheme: Scheme = ENGINE_BF16
+    k_rot_TxH: jax.Array,
+    table: tables_lib.Table,
+    position_T: np.ndarray | int,
+    target_T: np.ndarray | int,
+    scheme: Scheme = ENGINE_BF16,
 ) -> jax.Array:
-    """Stored keys turned back from `position`, rounded to the raw dtype, and rotated to `target`.
+    """Stored keys turned back from `position_T`, rounded to the raw dtype, and rotated to `target_T`.
 
     Exact: no claim; where the storage is wider than the raw keys this recovers nearly all of them.
     Args, Returns, Raises: as `unrotated_key`.
     """
-    k_raw_TxH = unrotated_key(k_rot_TxH, table, position, scheme).astype(scheme.raw)
-    return _turned(k_raw_TxH, table.rows(target), scheme.arithmetic, scheme.stored)
+    k_raw_TxH = unrotated_key(k_rot_TxH, table, position_T, scheme).astype(scheme.raw)
+    return _turned(k_raw_TxH, table.rows(target_T), scheme.arithmetic, scheme.stored)
 
 
 def linearly_moved_key(
-    k_rot_TxH: jax.Array, table: tables_lib.Table, position: int, target: int, scheme: Scheme = ENGINE_BF16
+    k_rot_TxH: jax.Array,
+    table: tables_lib.Table,
+    position_T: np.ndarray | int,
+    target_T: np.ndarray | int,
+    scheme: Scheme = ENGINE_BF16,
 ) -> jax.Array:
-    """Stored keys times the linear map that takes `position` to `target` in this very table, rounded once.
+    """Stored keys times the linear map that takes `position_T` to `target_T` in this very table, rounded once.
 
     Math: z' / z for table entries z = c + i s and z' = c' + i s': what a re-rotation without errors of its own gives.
     Exact: within 2^-48 of the linear map before the rounding, which passes through float32.
     Args, Returns, Raises: as `unrotated_key`.
     """
     check_keys("k_rot_TxH", k_rot_TxH, table, scheme.stored)
-    rows = table.rows(np.array([position, target]))
-    cos_TxR, sin_TxR = (x.astype(jnp.dtype(scheme.arithmetic)).astype(np.float64) for x in (rows.cos_TxR, rows.sin_TxR))
-    from_R, to_R = cos_TxR + 1j * sin_TxR
+    arithmetic = jnp.dtype(scheme.arithmetic)
+    from_TxR, to_TxR = (
+        rows.cos_TxR.astype(arithmetic).astype(np.float64) + 1j * rows.sin_TxR.astype(arithmetic).astype(np.float64)
+        for rows in map(table.rows, (position_T, target_T))
+    )
     first_TxR, second_TxR = np.split(np.asarray(k_rot_TxH).astype(np.float64), 2, axis=1)
-    moved_TxR = (first_TxR + 1j * second_TxR) * (to_R / from_R)
+    moved_TxR = (first_TxR + 1j * second_TxR) * (to_TxR / from_TxR)
     moved_TxH = np.concatenate([moved_TxR.real, moved_TxR.imag], axis=1).astype(np.float32)
     return jnp.asarray(moved_TxH).astype(scheme.stored)
 
@@ -159,24 +173,24 @@ def linearly_moved_key(
 def moved_key(
     k_rot_TxH: jax.Array,
     table: tables_lib.Table,
-    position: int,
-    target: int,
+    position_T: np.ndarray | int,
+    target_T: np.ndarray | int,
     scheme: Scheme = ENGINE_BF16,
     method: str = REROTATE,
 ) -> jax.Array:
-    """Stored keys of `position`, moved to `target` by one of `METHODS`.
+    """Stored keys of `position_T`, moved to `target_T` by one of `METHODS`; one position for all keys, or one for each.
 
     Raises:
       ConfigError: unknown method; otherwise as `fresh_key`.
     """
     if method == REROTATE:
-        return rerotated_key(k_rot_TxH, table, target - position, scheme)
+        return rerotated_key(k_rot_TxH, table, target_T - position_T, scheme)
     if method == UNROTATE:
-        return reencoded_key(k_rot_TxH, table, position, target, scheme)
+        return reencoded_key(k_rot_TxH, table, position_T, target_T, scheme)
     if method == SNAP:
-        return snapped_key(k_rot_TxH, table, position, target, scheme)
+        return snapped_key(k_rot_TxH, table, position_T, target_T, scheme)
     if method == LINEAR:
-        return linearly_moved_key(k_rot_TxH, table, position, target, scheme)
+        return linearly_moved_key(k_rot_TxH, table, position_T, target_T, scheme)
     raise errors.ConfigError(f"method: got {method!r}, wanted one of {METHODS}")
 
 

@@ -56,4 +56,5 @@ class PerLayerInput(nn.Module):
         self.norm = layers.RMSNorm(self.eps)
 
     def __call__(self, x_TxD: jax.Array, vector_TxP: jax.Array) -> jax.Array:
+        """Args: stream [T, D]; this layer's vectors [T, P]. Returns: [T, D]."""
         return x_TxD + self.norm(self.proj(layers.gelu(self.gate(x_TxD)) * vector_TxP))

@@ -59,6 +59,16 @@ class Block(nn.Module):
         start: jax.Array,
         count: jax.Array,
     ) -> tuple[jax.Array, cache_lib.LayerCache]:
+        """Runs the layer over T lanes.
+
+        Args:
+          x_TxD: [T, D], the stream.
+          rotary, layer, start, count: as for `Attention`.
+          vector_TxP: [T, P], what the token adds to this layer; None where the model has no such vectors.
+
+        Returns:
+          [T, D], and the cache.
+        """
         with jax.named_scope("attention"):
             branch_TxD, layer = self.attention(self.pre_attention_norm(x_TxD), rotary, layer, start, count)
             x_TxD = x_TxD + self.post_attention_norm(branch_TxD)

@@ -75,6 +75,12 @@ class GGUFSource:
     """An opened GGUF file; see `source.Source`.
 
     Gemma 3 files store norm weights as 1 + w; `read_rows` gives w, subtracted in float32. Gemma 4 files store w.
+
+    Attributes:
+      config: what it describes.
+      header: metadata and places of all tensors.
+      tensors: public name to what is stored for it.
+      shifted: public names of the norm weights that are stored as 1 + w.
     """
 
     config: config_lib.GemmaConfig

@@ -27,7 +27,13 @@ _MAX_DIMENSIONS = 4
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies: first byte in the file, quantisation, shape with the fastest axis last."""
+    """Where one tensor lies.
+
+    Attributes:
+      offset: first byte in the file.
+      kind: quantisation.
+      shape: the fastest axis last.
+    """
 
     offset: int
     kind: constants.GGMLQuantizationType

@@ -45,7 +45,10 @@ def rope_parameters(fields: fields_lib.Fields, kind: str) -> dict[str, object] |
         fields.problems.append(f"rope_parameters: got {entries!r}, wanted entries {', '.join(KINDS)}")
         return None
     entry = entries.get(kind)
-    return dict(entry) if isinstance(entry, dict) else None
+    if entry is not None and not isinstance(entry, dict):
+        fields.wrong(f"rope_parameters: {kind}", entry, "an object")
+        return None
+    return None if entry is None else dict(entry)
 
 
 def rotary(

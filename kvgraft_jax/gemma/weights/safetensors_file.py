@@ -31,7 +31,15 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies: file, first byte, size in bytes, dtype code as in the file, shape."""
+    """Where one tensor lies.
+
+    Attributes:
+      file: the shard.
+      offset: first byte in it.
+      size: bytes.
+      dtype: code, as in the file.
+      shape: the fastest axis last.
+    """
 
     file: pathlib.Path
     offset: int

@@ -1,0 +1,40 @@
+"""What is recorded under results/ was made by the configurations as they are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+
+import pytest
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
+CHANGES = {
+    "cpu/graft_f32": {"dtype": "float32"},
+    "cpu/schedules_f32": {"dtype": "float32", "schedules": 50},
+}
+CONFIGURATIONS = {
+    "cpu/graft_bf16": "exactness_270m",
+    "cpu/graft_f32": "exactness_270m",
+    "cpu/schedules_bf16": "exactness_270m",
+    "cpu/schedules_f32": "exactness_270m",
+    "cpu/bench": "bench_270m",
+    "rotary": "rotary_exactness",
+    "rotary/relocation": "relocation_270m",
+    "rotary/emitted_keys": "emitted_keys_270m",
+}
+
+
+def test_every_record_is_looked_at():
+    found = {str(path.parent.relative_to(RESULTS)) for path in RESULTS.glob("**/result.json")}
+    assert found == set(CONFIGURATIONS)
+
+
+@pytest.mark.parametrize("folder", CONFIGURATIONS)
+def test_the_record_has_todays_configuration(folder):
+    document = json.loads((RESULTS / folder / "result.json").read_text())
+    config = importlib.import_module(f"configs.{CONFIGURATIONS[folder]}").get_config()
+    config.update(CHANGES.get(folder, {}))
+    today = json.loads(json.dumps(config.to_dict()))
+    assert {name: today[name] for name in document["config"]} == document["config"]
+    assert folder == "cpu/bench" or document["holds"]
