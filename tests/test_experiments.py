@@ -325,21 +325,22 @@ def test_exactness_at_the_widths_of_gemma_4(size, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["12b", "31b"])
-def test_schedules_at_the_widths_of_gemma_4(size, tmp_path):
-    result = command(
+def test_schedules_at_the_widths_of_gemma_4(tmp_path):
+    command(
         "schedule_invariance",
-        f"--config=configs/exactness_gemma4_{size}.py",
-        f"--config.model=random:gemma-4-{size}?layers=6&vocab=8192&seed=0",
+        "--config=configs/exactness_gemma4_12b.py",
+        "--config.model=random:gemma-4-12b?layers=6&vocab=8192&seed=0",
         "--config.schedules=3",
-        "--config.text_tokens=200",
+        "--config.text_tokens=64",
         "--config.single_steps=8",
         "--config.width=16",
         f"--out={tmp_path}",
     )
-    assert result.returncode == 0, result.stderr
     document = results(tmp_path)
-    assert (document["schedules"], document["distinct_hashes"]) == (3, 1)
+    assert (document["schedules"], document["distinct_hashes"], document["distinct_full_hashes"]) == (3, 1, 1)
+    # Other shapes of these sizes round alike on a CPU, so the exit code is that of a check which was not seen to fire;
+    # damage is seen everywhere.
+    assert document["detectors"]["row_bit"] and document["detectors"]["nan_inside"]
 
 
 def test_configurations_measure_the_default_engine_and_cross_window_and_blocks():
