@@ -161,7 +161,7 @@ def read_settings(settings_type: type, config: Mapping[str, Any] | None) -> Any:
 
 def report(document: Mapping[str, Any]) -> str:
     """The content of result.json as Markdown; SHA-256 in the rows are cut to their first 16 digits."""
-    lines = [f"# {document['experiment']}: {_verdict(document)}", "", document["claim"], ""]
+    lines = [f"# {document['experiment']}: {_verdict(document)}", "", f"Claim: {document['claim']}", ""]
     lines += ["## Figures", "", *_markdown(("figure", "value"), _figures(document))]
     for name in _GROUPS:
         lines += [f"## {name.capitalize()}", "", *_markdown((name, "value"), document[name].items())]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import check_certificate
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.exactness import bits, compositions, decoders, encodings, keys, laws, logits, tables, transports
@@ -338,3 +339,14 @@ def test_values_of_deeper_layers_move_with_positions(engine):  # T6
 def test_shifts_past_the_tables_are_refused(engine, tokens, shift):
     with pytest.raises(errors.InputError):
         logits.layer_value_shift_difference(engine.runner, [1] * tokens, shift, 64 + engine.step_config.width)
+
+
+def test_the_keys_of_t6_come_out_of_a_norm():
+    scale_H = jnp.zeros(256, jnp.bfloat16).at[jnp.array([0, 128])].set(19.625)
+    raw_TxH = (
+        jnp.zeros((2, 256), jnp.bfloat16).at[:, jnp.array([0, 128])].set(jnp.array([(1, 0), (128, 198)], jnp.bfloat16))
+    )
+    keys_TxH = layers.RMSNorm(1e-6).apply({"params": {"scale": scale_H}}, raw_TxH)
+    found = np.asarray(keys_TxH, np.float32)[:, [0, 128]]
+    assert found.tolist() == [list(check_certificate.KEY_NEAR), list(check_certificate.KEY_FAR)]
+    assert np.count_nonzero(np.asarray(keys_TxH, np.float32)) == 3
