@@ -28,7 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
     )
     config.swept_position = 1000  # Moved by 0, 1, 2, 4, ... both ways, as far as the table goes.
     # Tables.
-    config.f32_positions = 32_768
+    config.f32_positions = 131_072
     config.bf16_positions = 4096
     # What the engine's float32 program decides, and rows of the tables.
     config.program_shifts = 262_144

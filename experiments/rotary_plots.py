@@ -34,16 +34,16 @@ def draw(
     """
     share = {name: counts / (2 * num_keys) for name, counts in swept.items()}
     first = next(iter(share))
-    _heat_map(position, shifts, share[first], f"{first[0]}, {first[1]}", _new(out / "1_pairs.png"))
-    _by_shift(position, shifts, share, _new(out / "2_shifts.png", width=9))
-    _drift(parts, _new(out / "3_drift.png"))
-    _decoders(parts, _new(out / "4_decoders.png", width=10))
-    _flips(parts, _new(out / "5_flips.png", width=9))
-    _values(parts, _new(out / "6_values.png"))
-    _programs(parts, _new(out / "7_programs.png"))
+    _heat_map(position, shifts, share[first], f"{first[0]}, {first[1]}", _Plot(out / "1_pairs.png"))
+    _by_shift(position, shifts, share, _Plot(out / "2_shifts.png", width=9))
+    _drift(parts, _Plot(out / "3_drift.png"))
+    _decoders(parts, _Plot(out / "4_decoders.png", width=10))
+    _flips(parts, _Plot(out / "5_flips.png", width=9))
+    _values(parts, _Plot(out / "6_values.png"))
+    _programs(parts, _Plot(out / "7_programs.png"))
 
 
-class _new:
+class _Plot:
     """Axes of a new plot, which is saved at the end of a `with` block."""
 
     def __init__(self, path: pathlib.Path, width: float = 7):
@@ -57,7 +57,7 @@ class _new:
         self.figure.savefig(self.path, dpi=110)
 
 
-def _heat_map(position: int, shifts: Sequence[int], share_SxR: np.ndarray, title: str, plot: _new) -> None:
+def _heat_map(position: int, shifts: Sequence[int], share_SxR: np.ndarray, title: str, plot: _Plot) -> None:
     """Share of elements that differ by shift and pair; the row of shift 0 is blank, because nothing differs there."""
     with plot as axes:
         blank = np.where(np.array(shifts)[:, None] == 0, np.nan, 100 * share_SxR)
@@ -72,12 +72,12 @@ def _heat_map(position: int, shifts: Sequence[int], share_SxR: np.ndarray, title
         plot.figure.colorbar(image, ax=axes, label="percent of elements (blank: none)")
 
 
-def _by_shift(position: int, shifts: Sequence[int], share: Mapping[tuple[str, str], np.ndarray], plot: _new) -> None:
+def _by_shift(position: int, shifts: Sequence[int], share: Mapping[tuple[str, str], np.ndarray], plot: _Plot) -> None:
     """Share of elements of rotating pairs that differ, by shift; 0 at the own position and nowhere else."""
     with plot as axes:
         names = list(dict.fromkeys(encoding for encoding, _ in share))
         schemes = list(dict.fromkeys(scheme for _, scheme in share))
-        styles = ("-", "--", ":", "-.")
+        styles, markers = ("-", "--", ":", "-."), ("", "", "x", "")  # Where two schemes agree, crosses show both.
         onward = [index for index, shift in enumerate(shifts) if shift > 0]
         for (encoding, scheme), share_SxR in share.items():
             rotates_R = share_SxR.any(axis=0)
@@ -87,12 +87,15 @@ def _by_shift(position: int, shifts: Sequence[int], share: Mapping[tuple[str, st
                 mean_S[onward],
                 color=_COLOURS[names.index(encoding) % len(_COLOURS)],
                 linestyle=styles[schemes.index(scheme) % len(styles)],
+                marker=markers[schemes.index(scheme) % len(markers)],
+                markersize=4,
                 linewidth=1.2,
             )
         for index, encoding in enumerate(names):
             axes.plot([], [], color=_COLOURS[index % len(_COLOURS)], label=encoding)
         for index, scheme in enumerate(schemes):
-            axes.plot([], [], color="0.3", linestyle=styles[index % len(styles)], label=scheme)
+            style = styles[index % len(styles)], markers[index % len(markers)]
+            axes.plot([], [], color="0.3", linestyle=style[0], marker=style[1], markersize=4, label=scheme)
         axes.axhline(0, color="black", linewidth=1)
         axes.plot([0], [0], "o", color="black", markersize=7, label="own position: exactly 0", zorder=5, clip_on=False)
         axes.set_xscale("symlog", linthresh=1)
@@ -103,7 +106,7 @@ def _by_shift(position: int, shifts: Sequence[int], share: Mapping[tuple[str, st
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _drift(parts: rotary_parts.Parts, plot: _new) -> None:
+def _drift(parts: rotary_parts.Parts, plot: _Plot) -> None:
     """The rounded angle is not additive: the error grows with the position, but for pair 0."""
     with plot as axes:
         for (pair, (positions, errors)), colour in zip(parts.drift.items(), _COLOURS, strict=False):
@@ -114,7 +117,7 @@ def _drift(parts: rotary_parts.Parts, plot: _new) -> None:
         axes.grid(alpha=0.3)
 
 
-def _decoders(parts: rotary_parts.Parts, plot: _new) -> None:
+def _decoders(parts: rotary_parts.Parts, plot: _Plot) -> None:
     """How many of the 2^20 ordinary keys of pair 0 come back."""
     with plot as axes:
         places = np.arange(len(rotary_parts.DECODER_MOVES))
@@ -140,7 +143,7 @@ def _decoders(parts: rotary_parts.Parts, plot: _new) -> None:
         axes.legend(fontsize=7, ncols=2, loc="upper center")
 
 
-def _flips(parts: rotary_parts.Parts, plot: _new) -> None:
+def _flips(parts: rotary_parts.Parts, plot: _Plot) -> None:
     """The gap of two logits, which is constant in the reals, by position."""
     with plot as axes:
         shown = 1500
@@ -156,7 +159,7 @@ def _flips(parts: rotary_parts.Parts, plot: _new) -> None:
         axes.legend(fontsize=8, loc="upper right", ncols=3)
 
 
-def _values(parts: rotary_parts.Parts, plot: _new) -> None:
+def _values(parts: rotary_parts.Parts, plot: _Plot) -> None:
     """Share of the values of each layer that change when all positions are shifted."""
     with plot as axes:
         moved = [index for index, shift in enumerate(parts.value_shifts) if shift]
@@ -174,7 +177,7 @@ def _values(parts: rotary_parts.Parts, plot: _new) -> None:
         axes.legend(fontsize=8)
 
 
-def _programs(parts: rotary_parts.Parts, plot: _new) -> None:
+def _programs(parts: rotary_parts.Parts, plot: _Plot) -> None:
     """Elements of equal keys at equal positions that differ from program to program."""
     with plot as axes:
         percent = 100 * parts.program_differences / parts.program_elements

@@ -109,7 +109,7 @@ def checks():
 
 def certificates():
     found = set()
-    for path in CERTIFICATES.iterdir():
+    for path in CERTIFICATES.glob("*.json"):
         document = json.loads(path.read_text())
         ordered = (document["positions"] - 1) ** 2
         row = document["positions"], len(document["key_pairs"]), len(path.read_bytes()), ordered
@@ -118,11 +118,15 @@ def certificates():
 
 
 def commands():
-    """From the list of results, where what was found is a sentence."""
-    listed = re.findall(
-        r"^\| `((?:shift|value-flip) [^`]*)` \| (.*) \| .* \|$", (ROOT / "results/README.md").read_text(), re.M
-    )
-    return {(name, *re.findall(r"(?<![+\-\d])\d+", found.replace(",", ""))) for name, found in listed}
+    """From what the checker said: shifts, those without a witness, then the farthest position, or +1 and -1."""
+    said = (CERTIFICATES / "decided.txt").read_text().split("$ python -m experiments.check_certificate ")
+    found = set()
+    for name, _, report in (part.partition("\n") for part in said if part.startswith(("shift", "value-flip"))):
+        shifts = re.findall(r"^shifts d, .*: (\d+); without a witness: (\d+)$", report, re.M)
+        rest = re.findall(r"at most (\d+) after", report) or re.findall(r"[+-]1 at (\d+)", report)
+        assert len(shifts) == 1 and "\nHOLDS (" in report
+        found.add((name, *shifts[0], *rest))
+    return found
 
 
 def turned(k: np.ndarray, angle: float) -> np.ndarray:
@@ -190,6 +194,13 @@ def test_a_wrong_digit_in_a_table_is_found(name):
     place = max(index for index, cell in enumerate(row) if cell[-1:].isdigit())
     wrong = (*row[:place], row[place][:-1] + str((int(row[place][-1]) + 1) % 10), *row[place + 1 :])
     assert row in SOURCES[name]() and wrong not in SOURCES[name]()
+
+
+def test_the_list_of_results_says_what_the_checker_said():
+    listed = re.findall(
+        r"^\| `((?:shift|value-flip) [^`]*)` \| (.*) \| .* \|$", (ROOT / "results/README.md").read_text(), re.M
+    )
+    assert {(name, *re.findall(r"(?<![+\-\d])\d+", found.replace(",", ""))) for name, found in listed} == commands()
 
 
 def test_figures_of_the_270m_are_the_recorded_ones():
