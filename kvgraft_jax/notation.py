@@ -6,7 +6,9 @@ Every array name ends in its axes, and the same letters stand in the einsum stri
   T  tokens of one call (lanes)    K  key/value heads          D  model width
   S  cache slots                   G  query heads per K (N/K)  F  hidden width of the feed-forward layer
   L  layers, when stacked          H  head width               V  vocabulary
-  J  blocks of slots
+  J  blocks of slots               E  experts                  M  entries of a list
+
+A module that needs another letter, or one of these for something else, says so where it stands.
 
 A *lane* is a row of the fixed-width step; a *slot* is a place in the cache buffer; a *position* is the integer given
 to the rotary encoding. In this package slot and position of a cached token are the same number, always.
