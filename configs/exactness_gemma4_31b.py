@@ -6,10 +6,10 @@ The weights come from a seed and are made on the device; the widths are those of
 Commands (each with a new or empty folder; `--mesh=N` spreads the model over N devices):
   python -m experiments.graft_exactness --config=configs/exactness_gemma4_31b.py --out=out/graft_31b
   python -m experiments.schedule_invariance --config=configs/exactness_gemma4_31b.py --out=out/schedules_31b
-The same code on a CPU, six layers and a small vocabulary:
+The same code on a CPU: six layers, a small vocabulary, short texts that cross a window of 64 and K/V blocks of 64:
   python -m experiments.graft_exactness --config=configs/exactness_gemma4_31b.py --out=out/graft_31b_cut
-    --config.samples=5 --config.max_tokens=200 --config.width=16
-    "--config.model=random:gemma-4-31b?layers=6&vocab=8192&seed=0"    (one line)
+    --config.samples=5 --config.max_tokens=200 --config.spread_tokens=160 --config.width=16 --config.kv_block=64
+    "--config.model=random:gemma-4-31b?layers=6&vocab=8192&window=64&seed=0"    (one line)
 
 Expected: samples 50, each count 50, kl_nats_max 0.0; schedules 12, distinct_hashes 1, five detectors true.
 Not measured on a GPU.

@@ -313,15 +313,18 @@ def test_exactness_at_the_widths_of_gemma_4(size, tmp_path):
     result = command(
         "graft_exactness",
         f"--config=configs/exactness_gemma4_{size}.py",
-        f"--config.model=random:gemma-4-{size}?layers=6&vocab=8192&seed=0",
+        f"--config.model=random:gemma-4-{size}?layers=6&vocab=8192&window=64&seed=0",
         "--config.samples=5",
         "--config.max_tokens=200",
+        "--config.spread_tokens=160",
         "--config.width=16",
+        "--config.kv_block=64",
         f"--out={tmp_path}",
     )
     assert result.returncode == 0, result.stderr
     document = results(tmp_path)
     assert document["samples"] == document["decode_sha256_equal"] == 5 and document["kl_nats_max"] == 0.0
+    assert sum(row["tokens"] > 64 for row in document["rows"]) >= 2
 
 
 @pytest.mark.slow
@@ -329,11 +332,12 @@ def test_schedules_at_the_widths_of_gemma_4(tmp_path):
     command(
         "schedule_invariance",
         "--config=configs/exactness_gemma4_12b.py",
-        "--config.model=random:gemma-4-12b?layers=6&vocab=8192&seed=0",
+        "--config.model=random:gemma-4-12b?layers=6&vocab=8192&window=64&seed=0",
         "--config.schedules=3",
-        "--config.text_tokens=64",
+        "--config.text_tokens=96",
         "--config.single_steps=8",
         "--config.width=16",
+        "--config.kv_block=64",
         f"--out={tmp_path}",
     )
     document = results(tmp_path)
