@@ -95,6 +95,7 @@ def _tensor(name: str, shape: list[int], kind: int, offset: int = 0) -> bytes:
     return _string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
+_ALIGNMENT = _string("general.alignment")
 _ARCHITECTURE = _string("general.architecture") + struct.pack("<I", 8) + _string("gemma3")
 
 
@@ -121,6 +122,9 @@ _ARCHITECTURE = _string("general.architecture") + struct.pack("<I", 8) + _string
         (_file(tensors=1, body=_tensor("t", [8], 250) + bytes(64)), "quantisation 250"),
         (_file(tensors=1, body=_tensor("t", [1] * 5, 0) + bytes(64)), "5 dimensions"),
         (_file(tensors=2, body=_tensor("t", [1], 0) * 2 + bytes(64)), "appears twice"),
+        (_file(tensors=1, body=_tensor("t", [1], 0, 32) + bytes(128)), "tensor t begins at byte 96, wanted 64"),
+        (_file(values=1, body=_ALIGNMENT + struct.pack("<II", 4, 24)), "general.alignment: got 24"),
+        (_file(values=1, body=_ALIGNMENT + struct.pack("<II", 4, 0)), "general.alignment: got 0"),
     ],
 )
 def test_headers_that_lie_are_refused(tmp_path, content, reason):
@@ -128,6 +132,29 @@ def test_headers_that_lie_are_refused(tmp_path, content, reason):
     with pytest.raises(errors.WeightsError, match="m.gguf") as caught:
         model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("alignment", [8, 32, 256])
+def test_any_flipped_bit_of_an_offset_is_damage(tmp_path, alignment):
+    writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "gemma3")
+    writer.add_custom_alignment(alignment)
+    names = [f"tensor_{index}" for index in range(3)]
+    for index, name in enumerate(names):
+        writer.add_tensor(name, np.full(70 + index, index, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    assert len(gguf_header.read_header(tmp_path / "whole.gguf").tensors) == 3
+    for name in names:
+        place = whole.index(name.encode()) + len(name) + 4 + 8 + 4
+        for bit in range(64):
+            (offset,) = struct.unpack_from("<Q", whole, place)
+            changed = whole[:place] + struct.pack("<Q", offset ^ 1 << bit) + whole[place + 8 :]
+            (tmp_path / "m.gguf").write_bytes(changed)
+            with pytest.raises(errors.WeightsError, match="m.gguf: header is damaged"):
+                gguf_header.read_header(tmp_path / "m.gguf")
 
 
 def test_files_that_are_not_there(tmp_path):
