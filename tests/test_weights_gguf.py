@@ -187,7 +187,7 @@ def test_integer_tensors_are_named(tmp_path, made, tensors):
     ("metadata", "named"),
     [
         ({"gemma3.rope.freq_base": None, "gemma3.block_count": None}, "missing block_count; missing rope.freq_base"),
-        ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type"),
+        ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type: got 'yarn', wanted 'none' or 'linear'"),
         ({"gemma3.rope.scaling.factor": None}, "missing rope.scaling.factor"),
         ({"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"tokenizer.ggml.eos_token_id": "1"}, "eos_token_id: got '1'"),
@@ -203,6 +203,17 @@ def test_metadata_that_would_give_other_numbers(tmp_path, made, tensors, metadat
     with pytest.raises(errors.ConfigError, match="m.gguf: ") as caught:
         model.load_model(uri)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "scale"),
+    [(None, 4.0, 4.0), (None, None, 1.0), ("linear", 4.0, 4.0), ("none", None, 1.0), ("none", 4.0, 1.0)],
+)
+def test_rotary_scaling_is_linear_unless_the_file_says_none(tmp_path, made, tensors, kind, factor, scale):
+    metadata = {"gemma3.rope.scaling.type": kind, "gemma3.rope.scaling.factor": factor}
+    checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, metadata=metadata)
+    config = gguf_config.parse_config(gguf_header.read_header(tmp_path / "m.gguf"))
+    assert (config.full.rotary.scale, config.sliding.rotary.scale) == (scale, 1.0)
 
 
 @pytest.mark.parametrize("twin", ["norm.weight", "layers.0.mlp.down_proj.weight"])
