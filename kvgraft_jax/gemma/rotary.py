@@ -130,6 +130,11 @@ def make_tables(
     return RotaryTables(sliding=table(config.sliding), full=table(config.full))
 
 
+def tables_bytes(config: config_lib.GemmaConfig, num_positions: int, dtype: jnp.dtype) -> int:
+    """Bytes of what `make_tables` gives, on every device."""
+    return num_positions * (config.sliding.head_dim + config.full.head_dim) * dtype.itemsize
+
+
 def rotate(x_TxNxH: jax.Array, cos_TxR: jax.Array, sin_TxR: jax.Array) -> jax.Array:
     """Rotates each pair (i, i + R) of every head by its position's angle.
 
