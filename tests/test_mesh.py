@@ -119,7 +119,10 @@ def test_a_mesh_that_cannot_be_is_refused():
     one = jax.devices()[:1]
     explicit = jax.sharding.Mesh(one, ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
     none = jax.sharding.Mesh(np.array([], object), ("model",))
-    for mesh in (jax.sharding.Mesh(one, ("batch",)), explicit, none, 4):
+    twice = jax.sharding.Mesh(np.array(one * 2), ("model",))
+    grid = jax.sharding.Mesh(np.array([one]), ("batch", "model"))
+    point = jax.sharding.Mesh(np.array(one[0]), ())
+    for mesh in (jax.sharding.Mesh(one, ("batch",)), explicit, none, twice, grid, point, 4):
         with pytest.raises(errors.ConfigError, match="mesh: got .*make_mesh"):
             model_lib.load_model(tiny.URI, mesh=mesh)
     assert model_lib.load_model(tiny.URI, mesh=jax.sharding.Mesh(one, ("model",))).mesh is None

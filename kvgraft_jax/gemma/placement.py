@@ -62,10 +62,11 @@ def checked_mesh(mesh: sharding.Mesh | None) -> sharding.Mesh | None:
     """
     if mesh is None:
         return None
-    if not isinstance(mesh, sharding.Mesh) or not mesh.size or mesh != sharding.Mesh(mesh.devices, (AXIS,)):
+    is_row = isinstance(mesh, sharding.Mesh) and mesh.devices.ndim == 1 and mesh.size == len(set(mesh.devices)) > 0
+    if not is_row or mesh != sharding.Mesh(mesh.devices, (AXIS,)):
         raise errors.ConfigError(
-            f"mesh: got {errors.shown(mesh)}, wanted one with the axis {AXIS!r} alone, for XLA to divide over; "
-            "make_mesh(num_devices) gives one"
+            f"mesh: got {errors.shown(mesh)}, wanted one with the axis {AXIS!r} alone, for XLA to divide over, and "
+            "each device once; make_mesh(num_devices) gives one"
         )
     return mesh if mesh.size > 1 else None
 
