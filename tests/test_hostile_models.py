@@ -105,7 +105,7 @@ def test_dtype_of_another_type():
 
 
 @pytest.mark.parametrize("scheme", ["hf", "gguf", "orbax"])
-@pytest.mark.parametrize("path", ["x" * 5000, "/tmp/" + "x" * 300, "/proc/self/mem/x"])
+@pytest.mark.parametrize("path", ["x" * 5000, "x/" + "x" * 300, "/proc/self/mem/x"])
 def test_paths_that_no_system_opens(scheme, path):
     with pytest.raises(errors.WeightsError) as caught:
         model_lib.load_model(f"{scheme}:{path}")
