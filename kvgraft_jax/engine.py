@@ -20,6 +20,7 @@ from kvgraft_jax.gemma import generate, placement, rotary
 from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.gemma import step as step_lib
+from kvgraft_jax.gemma.weights import memory
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import capture as capture_lib
 from kvgraft_jax.grafting import graft as graft_lib
@@ -61,6 +62,7 @@ class Engine:
 
         Raises:
           ConfigError: sizes that make no sense.
+          ResourceError: the device has no room for the tables and one cache; raised before they are allocated.
           DeterminismError: XLA does not run in the exact configuration.
         """
         for name, size in (("capacity", capacity), ("width", width), ("kv_block", kv_block)):
@@ -73,7 +75,12 @@ class Engine:
         config = step_lib.StepConfig(model.config, model.dtype, width, kv_block, mesh=model.mesh)
         determinism.assert_in_force()
         capacity = -(-capacity // kv_block) * kv_block
-        tables = rotary.make_tables(model.config, capacity + width, config.jnp_dtype, model.mesh)
+        num_slots, dtype = capacity + width, config.jnp_dtype
+        needed = cache_lib.device_bytes(model.config, num_slots, dtype, model.mesh)
+        needed += rotary.tables_bytes(model.config, num_slots, dtype)
+        purpose = f"a cache of {capacity} tokens and its rotary tables"
+        memory.check(model.config.name, needed, placement.devices(model.mesh), purpose, "a smaller capacity")
+        tables = rotary.make_tables(model.config, num_slots, dtype, model.mesh)
         # A plain dict of dicts is the tree that jit takes apart fastest; nobody else holds this one.
         runner = generate.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
         vars(self).update(model=model, capacity=capacity, step_config=config, runner=runner, _has_compiled=False)

@@ -28,7 +28,7 @@ class CapacityError(InputError):
 
 
 class ResourceError(KVGraftError):
-    """More memory than the device has free; raised before anything is loaded."""
+    """More memory than the device has free; raised before anything is loaded or allocated."""
 
 
 class WeightsError(KVGraftError):

@@ -11,9 +11,11 @@ import pytest
 
 from kvgraft_jax import determinism, errors
 from kvgraft_jax import engine as engine_lib
-from kvgraft_jax.gemma import generate
+from kvgraft_jax.gemma import generate, rotary
+from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.gemma import step as step_lib
-from tests import tiny
+from kvgraft_jax.gemma.weights import memory
+from tests import checkpoints, tiny
 
 
 @pytest.fixture
@@ -88,6 +90,29 @@ def test_the_last_slot_can_be_used():
     state = engine.prefill(tiny.tokens(160))
     piecewise = engine.extend(engine.prefill(tiny.tokens(160)[:155]), tiny.tokens(160)[155:])
     np.testing.assert_array_equal(np.asarray(state.logits), np.asarray(piecewise.logits))
+
+
+@pytest.mark.parametrize("uri", [tiny.URI, checkpoints.SMALL_URIS["gemma-4-e2b"]])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch, uri, dtype):
+    def make():
+        return engine_lib.Engine(tiny.model(dtype, uri), capacity=100, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
+
+    engine = make()
+    needed = engine.prefill([1]).cache.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.tables))
+    monkeypatch.setattr(memory, "available", lambda _: needed)
+    make()
+    monkeypatch.setattr(memory, "available", lambda _: needed - 1)
+    monkeypatch.setattr(rotary, "make_tables", lambda *_: pytest.fail("tables were made"))
+    with pytest.raises(errors.ResourceError, match=f"needs {needed} bytes .* for a cache of 112 tokens") as caught:
+        make()
+    assert f"has {needed - 1} free" in str(caught.value) and "use a smaller capacity" in str(caught.value)
+
+
+def test_the_largest_capacity_is_refused_at_once():
+    model = model_lib.load_model("random:gemma-3-27b?embed=16&hidden=16&vocab=64&heads=16")
+    with pytest.raises(errors.ResourceError, match="needs 2[0-9]{12} bytes"):
+        engine_lib.Engine(model, capacity=1 << 22)
 
 
 def test_capacity_is_rounded_up_to_blocks():

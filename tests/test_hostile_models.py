@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from experiments.benchmark import export
@@ -101,3 +102,38 @@ def test_uris(uri):
 def test_dtype_of_another_type():
     with pytest.raises(errors.ConfigError, match="dtype"):
         model_lib.load_model(tiny.URI, dtype=["bfloat16"])
+
+
+@pytest.mark.parametrize("scheme", ["hf", "gguf", "orbax"])
+@pytest.mark.parametrize("path", ["x" * 5000, "x/" + "x" * 300, "/proc/self/mem/x"])
+def test_paths_that_no_system_opens(scheme, path):
+    with pytest.raises(errors.WeightsError) as caught:
+        model_lib.load_model(f"{scheme}:{path}")
+    assert len(str(caught.value)) < 6000
+
+
+def test_a_shard_with_a_name_that_no_system_opens(directory, tmp_path):
+    (tmp_path / "config.json").hardlink_to(directory / "config.json")
+    index = {"weight_map": {"a": "x" * 300}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(errors.WeightsError):
+        model_lib.load_model(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_files_that_cannot_be_read(directory, tmp_path, name):
+    for path in directory.iterdir():
+        (tmp_path / path.name).hardlink_to(path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/proc/self/mem")  # A file whose first byte is an input/output error, even to root.
+    with pytest.raises(errors.WeightsError, match="cannot be read"):
+        model_lib.load_model(f"hf:{tmp_path}")
+
+
+def test_tensors_that_cannot_be_read(directory, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError(13, "Permission denied", "model.safetensors")
+
+    monkeypatch.setattr(np, "fromfile", fail)
+    with pytest.raises(errors.WeightsError, match="cannot be read .*Permission denied: 'model.safetensors'"):
+        model_lib.load_model(f"hf:{directory}")

@@ -17,6 +17,7 @@ import pytest
 from experiments.benchmark import export
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
+from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.gemma import placement
 from kvgraft_jax.gemma import step as step_lib
@@ -61,6 +62,8 @@ def measured(uri: str, num_devices: int, store: str) -> dict:
         "share": sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / sum(leaf.nbytes for leaf in leaves),
         "cache_share": after.cache.layers[0].v_SxKxH.addressable_shards[0].data.nbytes
         / after.cache.layers[0].v_SxKxH.nbytes,
+        "cache_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(after.cache)),
+        "planned_bytes": cache_lib.device_bytes(model.config, after.cache.num_slots, np.dtype(np.float32), mesh),
     }
 
 
@@ -85,6 +88,7 @@ def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path)
     assert (spread["devices"], alone["devices"]) == ([DEVICES], [1])
     assert spread["largest_gather"] <= tiny.WIDTH * 512  # activations and logits at most, no parameter
     assert spread["share"] < 0.4 and alone["share"] == 1 and spread["cache_share"] == cache_share
+    assert all(found["cache_bytes"] == found["planned_bytes"] for found in (spread, alone))
     model = model_lib.load_model(uri, "float32")
     engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
     artifact = storage.load_artifact(tmp_path, spread["artifact_id"])
@@ -115,7 +119,10 @@ def test_a_mesh_that_cannot_be_is_refused():
     one = jax.devices()[:1]
     explicit = jax.sharding.Mesh(one, ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
     none = jax.sharding.Mesh(np.array([], object), ("model",))
-    for mesh in (jax.sharding.Mesh(one, ("batch",)), explicit, none, 4):
+    twice = jax.sharding.Mesh(np.array(one * 2), ("model",))
+    grid = jax.sharding.Mesh(np.array([one]), ("batch", "model"))
+    point = jax.sharding.Mesh(np.array(one[0]), ())
+    for mesh in (jax.sharding.Mesh(one, ("batch",)), explicit, none, twice, grid, point, 4):
         with pytest.raises(errors.ConfigError, match="mesh: got .*make_mesh"):
             model_lib.load_model(tiny.URI, mesh=mesh)
     assert model_lib.load_model(tiny.URI, mesh=jax.sharding.Mesh(one, ("model",))).mesh is None

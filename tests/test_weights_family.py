@@ -124,6 +124,17 @@ def test_gguf_with_experts_in_two_tensors(tmp_path, monkeypatch):
         assert model.load_model(uri).digest == made(name).digest
 
 
+def test_gguf_with_per_layer_embeddings_never_takes_keys_for_values(tmp_path):
+    config = made("gemma-4-e2b").config
+    full = [layer for layer in range(config.num_kv_layers) if config.layer_kinds[layer] == config_lib.FULL]
+    lost = {f"layers.{layer}.self_attn.v_proj.weight" for layer in full}
+    kept = {name: array for name, array in tensors("gemma-4-e2b").items() if name not in lost}
+    uri = checkpoints.write_gguf(tmp_path / "m.gguf", config, kept | checkpoints.rotary_divisors(config))
+    with pytest.raises(errors.WeightsError) as caught:
+        model.load_model(uri)
+    assert lost and all(f"missing: {name}" in str(caught.value) for name in lost)
+
+
 @pytest.mark.parametrize("divisors", [None, np.ones(32, np.float32), np.ones(31, np.float32)])
 def test_gguf_rotary_divisors_that_contradict(tmp_path, divisors):
     extra = {} if divisors is None else {"rope_freqs.weight": divisors}

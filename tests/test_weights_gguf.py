@@ -95,6 +95,7 @@ def _tensor(name: str, shape: list[int], kind: int, offset: int = 0) -> bytes:
     return _string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
+_ALIGNMENT = _string("general.alignment")
 _ARCHITECTURE = _string("general.architecture") + struct.pack("<I", 8) + _string("gemma3")
 
 
@@ -121,6 +122,9 @@ _ARCHITECTURE = _string("general.architecture") + struct.pack("<I", 8) + _string
         (_file(tensors=1, body=_tensor("t", [8], 250) + bytes(64)), "quantisation 250"),
         (_file(tensors=1, body=_tensor("t", [1] * 5, 0) + bytes(64)), "5 dimensions"),
         (_file(tensors=2, body=_tensor("t", [1], 0) * 2 + bytes(64)), "appears twice"),
+        (_file(tensors=1, body=_tensor("t", [1], 0, 32) + bytes(128)), "tensor t begins at byte 96, wanted 64"),
+        (_file(values=1, body=_ALIGNMENT + struct.pack("<II", 4, 24)), "general.alignment: got 24"),
+        (_file(values=1, body=_ALIGNMENT + struct.pack("<II", 4, 0)), "general.alignment: got 0"),
     ],
 )
 def test_headers_that_lie_are_refused(tmp_path, content, reason):
@@ -128,6 +132,29 @@ def test_headers_that_lie_are_refused(tmp_path, content, reason):
     with pytest.raises(errors.WeightsError, match="m.gguf") as caught:
         model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("alignment", [8, 32, 256])
+def test_any_flipped_bit_of_an_offset_is_damage(tmp_path, alignment):
+    writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "gemma3")
+    writer.add_custom_alignment(alignment)
+    names = [f"tensor_{index}" for index in range(3)]
+    for index, name in enumerate(names):
+        writer.add_tensor(name, np.full(70 + index, index, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    assert len(gguf_header.read_header(tmp_path / "whole.gguf").tensors) == 3
+    for name in names:
+        place = whole.index(name.encode()) + len(name) + 4 + 8 + 4
+        for bit in range(64):
+            (offset,) = struct.unpack_from("<Q", whole, place)
+            changed = whole[:place] + struct.pack("<Q", offset ^ 1 << bit) + whole[place + 8 :]
+            (tmp_path / "m.gguf").write_bytes(changed)
+            with pytest.raises(errors.WeightsError, match="m.gguf: header is damaged"):
+                gguf_header.read_header(tmp_path / "m.gguf")
 
 
 def test_files_that_are_not_there(tmp_path):
@@ -160,7 +187,7 @@ def test_integer_tensors_are_named(tmp_path, made, tensors):
     ("metadata", "named"),
     [
         ({"gemma3.rope.freq_base": None, "gemma3.block_count": None}, "missing block_count; missing rope.freq_base"),
-        ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type"),
+        ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type: got 'yarn', wanted 'none' or 'linear'"),
         ({"gemma3.rope.scaling.factor": None}, "missing rope.scaling.factor"),
         ({"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"tokenizer.ggml.eos_token_id": "1"}, "eos_token_id: got '1'"),
@@ -176,6 +203,17 @@ def test_metadata_that_would_give_other_numbers(tmp_path, made, tensors, metadat
     with pytest.raises(errors.ConfigError, match="m.gguf: ") as caught:
         model.load_model(uri)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "scale"),
+    [(None, 4.0, 4.0), (None, None, 1.0), ("linear", 4.0, 4.0), ("none", None, 1.0), ("none", 4.0, 1.0)],
+)
+def test_rotary_scaling_is_linear_unless_the_file_says_none(tmp_path, made, tensors, kind, factor, scale):
+    metadata = {"gemma3.rope.scaling.type": kind, "gemma3.rope.scaling.factor": factor}
+    checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, metadata=metadata)
+    config = gguf_config.parse_config(gguf_header.read_header(tmp_path / "m.gguf"))
+    assert (config.full.rotary.scale, config.sliding.rotary.scale) == (scale, 1.0)
 
 
 @pytest.mark.parametrize("twin", ["norm.weight", "layers.0.mlp.down_proj.weight"])

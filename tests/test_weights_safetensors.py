@@ -177,6 +177,20 @@ def test_directories_without_their_files(tmp_path, made, tensors):
         model.load_model(f"hf:{tmp_path}")
 
 
+def test_a_single_file_beside_an_index(tmp_path, made, tensors):
+    config_json = checkpoints.new_config(made.config)
+    uri = checkpoints.write_safetensors(tmp_path, config_json, tensors, shards=2)
+    checkpoints.write_safetensors(tmp_path, config_json, tensors)
+    with pytest.raises(errors.WeightsError, match="model.safetensors beside .*index.json.*; remove one of the two"):
+        model.load_model(uri)
+    index = tmp_path / "model.safetensors.index.json"
+    names = safetensors_numpy.load_file(tmp_path / "model.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert model.load_model(uri).digest == made.digest
+    index.unlink()
+    assert model.load_model(uri).digest == made.digest
+
+
 def test_missing_keys_mean_class_defaults():
     config = huggingface_config.parse_config({"model_type": "gemma3_text", "pad_token_id": None}, "x")
     assert (config.vocab_size, config.embed_dim, config.hidden_dim, config.num_layers) == (262_208, 2304, 9216, 26)

@@ -67,6 +67,14 @@ def make_cache(
     return Cache(tuple(layer(config.attention(index)) for index in range(config.num_kv_layers)))
 
 
+def device_bytes(
+    config: config_lib.GemmaConfig, num_slots: int, dtype: jnp.dtype, mesh: sharding.Mesh | None = None
+) -> int:
+    """Bytes of what `make_cache` gives, on one device."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: make_cache(config, num_slots, dtype)))
+    return sum(placement.share_bytes(leaf.shape, leaf.dtype, placement.of_rows(mesh, leaf.shape)) for leaf in leaves)
+
+
 def write_rows(layer: LayerCache, k_rot_TxKxH: jax.Array, v_TxKxH: jax.Array, start: jax.Array) -> LayerCache:
     """Writes the rows of T positions beginning at slot `start`.
 

@@ -90,9 +90,9 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
 
     Raises:
       ConfigError: a URI, dtype, mesh or configuration that is not accepted.
-      WeightsError: a checkpoint that is missing, damaged, or does not hold the tensors that the model needs.
+      WeightsError: a checkpoint that is missing, unreadable or damaged, or that lacks tensors which the model needs.
       ResourceError: the parameters do not fit the memory that the device has free; raised before they are loaded.
-      TokenizerError: tokenizer files that cannot be read.
+      TokenizerError: a tokenizer or chat template of another kind, or damaged.
     """
     as_dtype = _checked_dtype(dtype)
     mesh = placement.checked_mesh(mesh)
@@ -106,8 +106,25 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
         weights = random_init.initialise(config, seed, as_dtype, mesh)
         return Model(config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri, mesh)
     try:
-        source, tokenizer, template = _open(scheme, rest)
-        chat = None if tokenizer is None else chat_lib.Chat(tokenizer, _style(template, source.config, source.origin))
+        source, chat = _open(uri, scheme, rest)
+        weights = assemble.assemble(source, as_dtype, mesh)
+    except OSError as error:
+        raise errors.WeightsError(
+            f"{errors.shown(uri)}: cannot be read ({type(error).__name__}: {str(error)[:400]}); "
+            "check the path, the disk and the rights of the files"
+        ) from error
+    host_memory.trim()
+    tokenizer = None if chat is None else chat.tokenizer
+    return Model(source.config, flax.core.freeze(weights.params), tokenizer, chat, weights.digest, dtype, uri, mesh)
+
+
+def _open(uri: str, scheme: str, rest: str) -> tuple[source_lib.Source, chat_lib.Chat | None]:
+    """The opened checkpoint, and its tokenizer with the prompt template."""
+    try:
+        source, tokenizer, template = _open_parts(scheme, rest)
+        if tokenizer is None:
+            return source, None
+        return source, chat_lib.Chat(tokenizer, _style(template, source.config, source.origin))
     except errors.KVGraftError:
         raise
     except _MALFORMED as error:
@@ -115,12 +132,9 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
             f"{uri}: its configuration, header or tokenizer holds a value of a kind that no export writes "
             f"({type(error).__name__}: {str(error)[:200]}); export or download it again"
         ) from error
-    weights = assemble.assemble(source, as_dtype, mesh)
-    host_memory.trim()
-    return Model(source.config, flax.core.freeze(weights.params), tokenizer, chat, weights.digest, dtype, uri, mesh)
 
 
-def _open(scheme: str, rest: str) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, str]:
+def _open_parts(scheme: str, rest: str) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, str]:
     """The opened checkpoint, its tokenizer and its chat template ("" where it has none)."""
     if scheme == "hf":
         source = safetensors_file.open_directory(rest)

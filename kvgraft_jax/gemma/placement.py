@@ -7,6 +7,8 @@ sum on one, so exactness holds per mesh.
 
 from __future__ import annotations
 
+import math
+
 import jax
 from jax import lax, sharding
 import numpy as np
@@ -60,10 +62,11 @@ def checked_mesh(mesh: sharding.Mesh | None) -> sharding.Mesh | None:
     """
     if mesh is None:
         return None
-    if not isinstance(mesh, sharding.Mesh) or not mesh.size or mesh != sharding.Mesh(mesh.devices, (AXIS,)):
+    is_row = isinstance(mesh, sharding.Mesh) and mesh.devices.ndim == 1 and mesh.size == len(set(mesh.devices)) > 0
+    if not is_row or mesh != sharding.Mesh(mesh.devices, (AXIS,)):
         raise errors.ConfigError(
-            f"mesh: got {errors.shown(mesh)}, wanted one with the axis {AXIS!r} alone, for XLA to divide over; "
-            "make_mesh(num_devices) gives one"
+            f"mesh: got {errors.shown(mesh)}, wanted one with the axis {AXIS!r} alone, for XLA to divide over, and "
+            "each device once; make_mesh(num_devices) gives one"
         )
     return mesh if mesh.size > 1 else None
 
@@ -97,6 +100,11 @@ def kept_whole(mesh: sharding.Mesh | None, array: jax.Array) -> jax.Array:
 def kept_rows(mesh: sharding.Mesh | None, array_SxKxH: jax.Array) -> jax.Array:
     """Inside a program: has the compiler leave keys or values where the cache has them."""
     return array_SxKxH if mesh is None else lax.with_sharding_constraint(array_SxKxH, of_rows(mesh, array_SxKxH.shape))
+
+
+def share_bytes(shape: tuple[int, ...], dtype: np.dtype, place: sharding.Sharding | None) -> int:
+    """Bytes of an array that lie on one device."""
+    return math.prod(shape if place is None else place.shard_shape(shape)) * dtype.itemsize
 
 
 def _divided(mesh: sharding.Mesh, shape: tuple[int, ...], axis: int) -> sharding.Sharding:

@@ -21,6 +21,8 @@ REFERENCE, CORRECT = "reference", "correct"
 RULES = (REFERENCE, CORRECT)
 ENGINE_RULE = REFERENCE
 
+_BLOCK_ELEMENTS = 1 << 16  # Of a table, computed together: what a processor's cache holds.
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +113,14 @@ def rotary_tables_f32(frequency_R: np.ndarray, num_positions: int) -> tuple[np.n
     """
     if not 0 < num_positions <= 1 << 24:
         raise errors.ConfigError(f"num_positions: got {num_positions}, wanted 1 to {1 << 24}")
-    angle_SxR = np.arange(num_positions, dtype=np.float32)[:, None] * frequency_R[None, :]
-    wide_SxR = angle_SxR.astype(np.float64)
-    return np.cos(wide_SxR).astype(np.float32), np.sin(wide_SxR).astype(np.float32)
+    cos_SxR, sin_SxR = (np.empty((num_positions, len(frequency_R)), np.float32) for _ in range(2))
+    position_Sx1 = np.arange(num_positions, dtype=np.float32)[:, None]
+    rows = max(1, _BLOCK_ELEMENTS // len(frequency_R))
+    for start in range(0, num_positions, rows):
+        block = slice(start, start + rows)
+        wide_BxR = (position_Sx1[block] * frequency_R).astype(np.float64)
+        cos_SxR[block], sin_SxR[block] = np.cos(wide_BxR), np.sin(wide_BxR)
+    return cos_SxR, sin_SxR
 
 
 def make_tables(
@@ -128,6 +135,11 @@ def make_tables(
         return RotaryTable(*(jnp.asarray(array_SxR.astype(dtype), device=place) for array_SxR in (cos_SxR, sin_SxR)))
 
     return RotaryTables(sliding=table(config.sliding), full=table(config.full))
+
+
+def tables_bytes(config: config_lib.GemmaConfig, num_positions: int, dtype: jnp.dtype) -> int:
+    """Bytes of what `make_tables` gives, on every device."""
+    return num_positions * (config.sliding.head_dim + config.full.head_dim) * dtype.itemsize
 
 
 def rotate(x_TxNxH: jax.Array, cos_TxR: jax.Array, sin_TxR: jax.Array) -> jax.Array:

@@ -82,12 +82,8 @@ def collect(
     """
     parameters = layout.parameters(config)
     total = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
-    places = [placement.of_parameter(mesh, parameter) for parameter in parameters]
-    shards = [
-        parameter.shape if place is None else place.shard_shape(parameter.shape)
-        for parameter, place in zip(parameters, places, strict=True)
-    ]
-    memory.check(origin, sum(map(math.prod, shards)) * dtype.itemsize, placement.devices(mesh))
+    needed = sum(placement.share_bytes(p.shape, dtype, placement.of_parameter(mesh, p)) for p in parameters)
+    memory.check(origin, needed, placement.devices(mesh), "the parameters alone", "a smaller model")
     leaves, digests = {}, {}
     if total > _PROGRESS_BYTES and not sys.stderr.isatty():
         print(f"kvgraft_jax: loading {origin} ({total / 1e6:.0f} MB)", file=sys.stderr)

@@ -59,11 +59,11 @@ class Fields:
         return value is True
 
     def only(self, key: str, *accepted: object) -> None:
-        """Notes any other value than these, of which the first is the one to ask for; missing is accepted."""
+        """Notes any other value than these; missing is accepted."""
         self._known.add(key)
         value = self.values.get(key, accepted[0])
         if isinstance(value, np.ndarray) or value not in accepted:
-            self.wrong(key, value, repr(accepted[0]))
+            self.wrong(key, value, " or ".join(map(repr, accepted)))
 
     def ignore(self, keys: Iterable[str]) -> None:
         """Names keys that do not change the numbers."""

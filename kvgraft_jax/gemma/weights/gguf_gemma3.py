@@ -1,7 +1,8 @@
 """Reads the metadata of a Gemma 3 GGUF file into a `GemmaConfig`.
 
-What it leaves out follows from the architecture: every sixth layer is full, sliding layers have rotary base 10000, and
-the query scale is head_dim^-0.5, except in the 27B, which is known by its 62 layers.
+What it leaves out follows from the architecture: every sixth layer is full, sliding layers have rotary base 10000, a
+rotary scaling factor without a type is linear, and the query scale is head_dim^-0.5, except in the 27B, which is known
+by its 62 layers.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def parse(
     fields.only("attn_logit_softcapping", 0.0)
     fields.only("final_logit_softcapping", 0.0)
     fields.only("rope.scaling.type", "none", "linear")
-    is_linear = fields.values.get("rope.scaling.type") == "linear"
     fields.ignore(["rope.scaling.factor"])
-    scale = layers_lib.decimal(fields.positive("rope.scaling.factor")) if is_linear else 1.0
+    scaling = fields.values.get("rope.scaling.type", "linear" if "rope.scaling.factor" in fields.values else "none")
+    scale = layers_lib.decimal(fields.positive("rope.scaling.factor")) if scaling == "linear" else 1.0
     full_rotary = config_lib.RotaryConfig(layers_lib.rotary_base(fields, "rope.freq_base"), scale)
     local_rotary = config_lib.RotaryConfig(layers_lib.rotary_base(fields, "rope.freq_base_swa", 1e4))
     values = dict(

@@ -1,8 +1,9 @@
 """Reads the metadata of a Gemma 4 GGUF file into a `GemmaConfig`.
 
 What it leaves out follows from the architecture or the tensors: a quarter of the rotary pairs of full layers rotate
-(the file repeats that in rope_freqs.weight), values are keys where the full layers have no value projection, and the
-12B, which is known by its 48 layers, never generates the ends of an image or of sound.
+(the file repeats that in rope_freqs.weight), values are keys where the full layers have no value projection (never in
+sizes with per-layer embeddings), and the 12B, which is known by its 48 layers, never generates the ends of an image or
+of sound.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def parse(
         max_positions=fields.integer("context_length"),
     )
     fields.check()
-    values_of = [f"blk.{i}.attn_v.weight" for i in range(num_owning) if is_full[i]]
-    values_are_keys = bool(values_of) and not any(tensor in tensors for tensor in values_of)
+    values_of = {f"blk.{i}.attn_v.weight" for i in range(num_owning) if is_full[i]}
+    values_are_keys = values["per_layer"] is None and bool(values_of) and values_of.isdisjoint(tensors)
     is_12b = num_layers == _LAYERS_OF_12B and vocab_size > max(_SUPPRESSED_BY_12B)
     return config_lib.GemmaConfig(
         name=name,

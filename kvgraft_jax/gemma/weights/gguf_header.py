@@ -45,6 +45,11 @@ class StoredTensor:
         block, size = constants.GGML_QUANT_SIZES[self.kind]
         return self.shape[-1] // block * size
 
+    @property
+    def end(self) -> int:
+        """First byte behind it."""
+        return self.offset + math.prod(self.shape[:-1]) * self.row_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Header:
@@ -65,7 +70,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """Reads the header of the GGUF file `path`.
 
     Raises:
-      WeightsError: the file is missing, of another format or version, truncated, or declares more than it holds.
+      WeightsError: the file is missing, of another format or version, truncated, declares more than it holds, or has
+        tensors that do not lie one behind the other.
     """
     path = files.existing_file(path, "a GGUF file")
     size = path.stat().st_size
@@ -159,10 +165,14 @@ def _parse(path: pathlib.Path, cursor: _Cursor) -> Header:
         shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
         records[name] = (shape, cursor.number("I"), cursor.number("Q"))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise _Malformed(f"general.alignment: {alignment!r}")
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise _Malformed(f"general.alignment: got {errors.shown(alignment)}, wanted a power of two")
     start = -(-cursor.at // alignment) * alignment
     tensors = {name: _stored(name, *record, start, cursor.size) for name, record in records.items()}
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset != start:
+            raise _Malformed(f"tensor {name} begins at byte {tensor.offset}, wanted {start}, behind the one before")
+        start = -(-tensor.end // alignment) * alignment
     return Header(path, metadata, tensors)
 
 
@@ -175,7 +185,6 @@ def _stored(name: str, shape: tuple[int, ...], code: int, offset: int, start: in
     if not all(shape) or shape[-1] % block:
         raise _Malformed(f"tensor {name}: rows of {shape[-1]} values do not divide into {kind.name} blocks of {block}")
     tensor = StoredTensor(start + offset, kind, shape)
-    end = tensor.offset + math.prod(shape[:-1]) * tensor.row_bytes
-    if end > size:
-        raise _Malformed(f"tensor {name} ends at byte {end}, but the file has {size}")
+    if tensor.end > size:
+        raise _Malformed(f"tensor {name} ends at byte {tensor.end}, but the file has {size}")
     return tensor

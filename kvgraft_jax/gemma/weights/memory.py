@@ -1,4 +1,4 @@
-"""Tells, before anything is loaded, whether a device has the memory for it."""
+"""Tells, before anything is loaded or allocated, whether a device has the memory for it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _FILES = (
 )
 
 
-def check(what: str, needed: int, devices: Iterable[jax.Device]) -> None:
+def check(model: str, needed: int, devices: Iterable[jax.Device], purpose: str, remedy: str) -> None:
     """Raises `ResourceError` unless each of `devices` has `needed` bytes free.
 
     Args:
-      what: what is to be loaded, for the message.
+      model: whose memory it is, for the message.
       needed: bytes on every device.
       devices: devices; one that does not tell its memory is taken to have enough. CPU devices share the host's.
+      purpose: what the bytes are for, for the message.
+      remedy: what to use instead, for the message.
     """
     devices = list(devices)
     needed *= sum(device.platform == "cpu" for device in devices) or 1
@@ -33,8 +35,8 @@ def check(what: str, needed: int, devices: Iterable[jax.Device]) -> None:
         present = available(device)
         if present is not None and needed > present:
             raise errors.ResourceError(
-                f"{what}: needs {needed} bytes ({needed / 1e9:.1f} GB) for the parameters alone, but {device} has "
-                f"{present} free ({present / 1e9:.1f} GB); use a smaller model or dtype='bfloat16', spread it over "
+                f"{model}: needs {needed} bytes ({needed / 1e9:.1f} GB) for {purpose}, but {device} has "
+                f"{present} free ({present / 1e9:.1f} GB); use {remedy} or dtype='bfloat16', spread it over "
                 "more devices, or end other programs"
             )
 

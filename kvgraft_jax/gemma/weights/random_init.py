@@ -58,10 +58,14 @@ def cut(
     """
     if layers is not None and not 1 <= layers <= config.num_layers:
         raise errors.ConfigError(f"layers: got {layers}, wanted 1 to {config.num_layers}, the layers of {config.name}")
-    for name, size, part in (("experts", experts, config.experts), ("per_layer", per_layer, config.per_layer)):
-        if size is not None and (part is None or size < 1):
-            wanted = "a size of a part that this model does not have" if part is None else "1 or more"
-            raise errors.ConfigError(f"{name}: got {size} for {config.name}, wanted {wanted}")
+    sizes = {"vocab": vocab, "embed": embed, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"head_dim": head_dim, "window": window, "experts": experts, "per_layer": per_layer}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise errors.ConfigError(f"{name}: got {size}, wanted 1 or more")
+    for name, part in (("experts", config.experts), ("per_layer", config.per_layer)):
+        if sizes[name] is not None and part is None:
+            raise errors.ConfigError(f"{name}: got {sizes[name]}, a size of a part that {config.name} does not have")
 
     def scaled(size: int, new: int | None, old: int) -> int:
         return size if new is None else max(1, size * new // old)

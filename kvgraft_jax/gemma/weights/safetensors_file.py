@@ -109,7 +109,7 @@ def _public_name(stored_name: str) -> str | None:
 
 def _stored_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     index_path, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if single.is_file():
+    if single.is_file() and not index_path.is_file():
         return _read_header(single)
     if not index_path.is_file():
         raise errors.WeightsError(
@@ -120,7 +120,13 @@ def _stored_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise errors.WeightsError(f"{index_path}: weight_map: got {weight_map!r}, wanted tensor names and their files")
     tensors: dict[str, StoredTensor] = {}
-    for file in sorted(set(map(str, weight_map.values()))):
+    shards = sorted(set(map(str, weight_map.values())))
+    if single.is_file() and shards != [single.name]:
+        raise errors.WeightsError(
+            f"{directory}: holds {single.name} beside {index_path.name}, which lists {errors.shown(shards)}: they may "
+            "be two models; remove one of the two"
+        )
+    for file in shards:
         if pathlib.PurePath(file).name != file:
             raise errors.WeightsError(f"{index_path}: got the file name {file!r}, wanted one in the same directory")
         shard = _read_header(files.existing_file(directory / file, f"a shard that {index_path.name} lists"))
