@@ -245,7 +245,7 @@ def test_configurations_that_would_give_other_numbers(change, named):
         ({"per_layer_config": {"30": {"head_dim": 512}}}, "per_layer_config: got {'30'"),
         ({"per_layer_config": {"5": {"sliding_window": 4}}}, "sliding_window"),
         ({"per_layer_config": [1]}, "per_layer_config"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}, "new_field": 1}, "new_field = 1; rotary"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}, "new_field": 1}, "new_field = 1; rope_para"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention: got type 'yarn'"),
         ({"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor"),
         (
@@ -291,7 +291,8 @@ def test_the_last_layer_of_gemma_4_is_full():
 
 def test_rotary_factor_of_gemma_4():
     rope = {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "factor": 2.0}
-    document = {"model_type": "gemma4_text", "rope_parameters": {"full_attention": rope}}
+    ropes = {"full_attention": rope, "sliding_attention": {"rope_theta": 1e4}}
+    document = {"model_type": "gemma4_text", "rope_parameters": ropes}
     rotary = huggingface_config.parse_config(document, "x").full.rotary
     assert (rotary.base, rotary.scale, rotary.fraction) == (1e5, 2.0, 0.5)
 
