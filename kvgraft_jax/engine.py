@@ -165,6 +165,8 @@ class Engine:
 
         Raises:
           CapacityError: `max_new_tokens` do not fit; before any compute.
+          InputError: a number, state or stop tokens that cannot be used; before any compute.
+          WeightsError: the model's logits are NaN.
         """
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise errors.InputError(f"max_new_tokens: got {errors.shown(max_new_tokens)}, wanted an int, 0 or more")

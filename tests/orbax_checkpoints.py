@@ -49,7 +49,7 @@ def config(kind: str) -> config_lib.GemmaConfig:
         full=dataclasses.replace(real.full, num_kv_heads=full_kv_heads, head_dim=full_head_dim),
         num_kv_shared_layers=5 if real.num_kv_shared_layers else 0,
         shared_hidden_dim=28 if real.shared_hidden_dim else None,
-        per_layer=real.per_layer and config_lib.PerLayerConfig(vocab_size=59, dim=6),
+        per_layer=real.per_layer and config_lib.PerLayerConfig(vocab_size=61, dim=6),
         experts=real.experts and config_lib.ExpertsConfig(num_experts=5, top_k=2, hidden_dim=14),
     )
 

@@ -12,8 +12,8 @@ import pytest
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import chat as chat_lib
+from kvgraft_jax.gemma import generate, sentencepiece_model
 from kvgraft_jax.gemma import model as model_lib
-from kvgraft_jax.gemma import sentencepiece_model
 from kvgraft_jax.gemma import tokenizer as tokenizer_lib
 from tests import tiny, tiny_tokenizers
 
@@ -182,6 +182,16 @@ def test_style_follows_template_and_size():
         config = model_lib.configurations.get(name)
         assert model_lib._style("{{ '<|turn>' + role }}", config, "x") == style
         assert model_lib._style("", config, "x") == "plain"
+
+
+def test_no_token_is_chosen_out_of_nan():
+    state = tiny.engine().prefill(tiny.tokens(12))
+    logits_V = np.asarray(state.logits).copy()
+    logits_V[300] = np.nan
+    damaged = dataclasses.replace(state, logits=jnp.asarray(logits_V))
+    with pytest.raises(errors.WeightsError, match=r"logit of token 300: got NaN .*float32"):
+        tiny.engine().generate(damaged, max_new_tokens=4)
+    assert generate.argmax(damaged.logits, (300,)) == int(np.nanargmax(logits_V))
 
 
 def test_suppressed_tokens_are_never_chosen():
