@@ -63,6 +63,27 @@ def test_without_thinking(small, large):
     check_prompt(large, [SYSTEM, USER], False, system + EMPTY_THOUGHT)
 
 
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_system_message_without_text_is_a_turn(small, text):
+    messages = [chat_lib.Message("system", text), USER]
+    turn = "<|turn>user\nHello<turn|>\n<|turn>model\n"
+    check_prompt(small, messages, False, f"<bos><|turn>system\n<turn|>\n{turn}")
+    check_prompt(small, messages, True, f"<bos><|turn>system\n<|think|>\n<turn|>\n{turn}")
+
+
+@pytest.mark.parametrize("thinking", ["no", "", 1, 0, None, np.True_])
+def test_thinking_is_true_or_false(tokenizer, small, thinking):
+    for chat in (small, chat_lib.Chat(tokenizer, "plain")):
+        for call in (
+            lambda chat: chat.render([USER], thinking=thinking),
+            lambda chat: chat.encode([USER], thinking=thinking),
+            lambda chat: chat.prefix("a", thinking=thinking),
+            lambda chat: chat.split("a", " b", thinking=thinking),
+        ):
+            with pytest.raises(errors.InputError, match="thinking: got .* wanted True or False"):
+                call(chat)
+
+
 def test_with_thinking(small, large):
     for chat in (small, large):
         turn = "<|turn>user\nHello<turn|>\n<|turn>model\n"
