@@ -157,7 +157,7 @@ class Engine:
         Args:
           state: where to begin; stays as it is.
           max_new_tokens: decode at most so many.
-          stop_ids: end before any of these; None means the model's own, () none.
+          stop_ids: end before any of these; None means `model.stop_ids`, () none.
           on_token: called with each new token and the float32 [V] logits that follow it.
 
         Returns:
@@ -173,7 +173,7 @@ class Engine:
         self._check_state(state)
         generate.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
         if stop_ids is None:
-            stop_ids = self.model.config.stop_ids
+            stop_ids = self.model.stop_ids
         else:
             stop_ids = generate.plan_stops(stop_ids, self.model.config.vocab_size)
         decoded = generate.decode(

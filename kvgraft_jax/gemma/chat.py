@@ -31,6 +31,7 @@ class _Turns:
     """How a style writes turns.
 
     Attributes:
+      family: of Gemma, whose turns they are.
       start, end: around each turn.
       has_system_turn: system text is a turn of its own, else it stands in front of the first user text.
       can_think: the system turn may ask for thoughts, and thoughts of earlier turns are taken out.
@@ -38,6 +39,7 @@ class _Turns:
       stops: further pieces at which the model gives the turn back.
     """
 
+    family: int
     start: str
     end: str
     has_system_turn: bool = False
@@ -51,13 +53,30 @@ class _Turns:
         return (self.start, self.end, *((_THINK, _CHANNEL, _CHANNEL_END) if self.can_think else ()), *self.stops)
 
 
-_GEMMA4_TURNS = _Turns("<|turn>", "<turn|>", has_system_turn=True, can_think=True, stops=(_TOOL_RESPONSE,))
+_GEMMA4_TURNS = _Turns(4, "<|turn>", "<turn|>", has_system_turn=True, can_think=True, stops=(_TOOL_RESPONSE,))
 _STYLES = {
     PLAIN: None,
-    GEMMA3: _Turns("<start_of_turn>", "<end_of_turn>"),
+    GEMMA3: _Turns(3, "<start_of_turn>", "<end_of_turn>"),
     GEMMA4: _GEMMA4_TURNS,
     GEMMA4_EMPTY_THOUGHT: dataclasses.replace(_GEMMA4_TURNS, has_empty_thought=True),
 }
+
+
+def start_of_turn(family: int) -> str:
+    """The control piece that opens a turn in family `family` of Gemma; no other family has it."""
+    return next(turns.start for turns in _STYLES.values() if turns is not None and turns.family == family)
+
+
+def family_of(style: str) -> int | None:
+    """The family of Gemma whose turns a style writes; None for "plain".
+
+    Raises:
+      ConfigError: no style of this name.
+    """
+    if not isinstance(style, str) or style not in _STYLES:
+        raise errors.ConfigError(f"chat style: got {style!r}, wanted one of {', '.join(map(repr, _STYLES))}")
+    turns = _STYLES[style]
+    return None if turns is None else turns.family
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +128,7 @@ class Chat:
     style: str
 
     def __post_init__(self):
-        if not isinstance(self.style, str) or self.style not in _STYLES:
-            raise errors.ConfigError(f"chat style: got {self.style!r}, wanted one of {', '.join(map(repr, _STYLES))}")
+        family_of(self.style)
         if self._style is not None:
             for piece in (_BOS, *self._style.pieces):
                 self.tokenizer.control_id(piece)

@@ -149,7 +149,7 @@ class GemmaConfig:
       experts: routed experts of every layer, or None.
       max_positions: positions for which the model was trained.
       pad_id, bos_id: special tokens.
-      stop_ids: generation ends on any of these.
+      stop_ids: generation ends on any of these, and on those of the chat.
       suppress_ids: generation never chooses these, which are some of the vocabulary.
     """
 
@@ -219,6 +219,11 @@ class GemmaConfig:
             )
         if set(self.layer_kinds[self.num_kv_layers :]) - set(self.layer_kinds[: self.num_kv_layers]):
             raise errors.ConfigError("num_kv_shared_layers: a layer that shares has no layer of its kind to share with")
+
+    @property
+    def family(self) -> int:
+        """Of Gemma: 3 or 4."""
+        return 3 if self.norm_plus_one else 4
 
     @property
     def num_kv_layers(self) -> int:
