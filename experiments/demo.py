@@ -111,7 +111,7 @@ class Respondent:
         tokenizer = engine.model.tokenizer
         pieces = ((token_id, tokenizer.piece(token_id)) for token_id in range(tokenizer.vocab_size))
         ends = {token_id for token_id, piece in pieces if "}" in piece or "\n" in piece}
-        self._ends = tuple(ends | set(engine.model.config.stop_ids))
+        self._ends = tuple(ends | set(engine.model.stop_ids))
 
     def ask(self, query: str, state: kg.State | None = None) -> Answer:
         """Reads `query` in a fresh context, or after `state`, and decodes the answer."""

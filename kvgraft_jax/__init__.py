@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         WeightsError,
         WindowError,
     )
+    from kvgraft_jax.gemma.chat import Message
     from kvgraft_jax.gemma.model import Model, load_model
     from kvgraft_jax.gemma.placement import make_mesh
     from kvgraft_jax.gemma.state import State
@@ -55,6 +56,7 @@ _ERRORS = (
 )
 _HOMES = {
     "Engine": "engine",
+    "Message": "gemma.chat",
     "Model": "gemma.model",
     "load_model": "gemma.model",
     "make_mesh": "gemma.placement",

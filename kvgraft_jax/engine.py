@@ -164,7 +164,7 @@ class Engine:
         Args:
           state: where to begin; stays as it is.
           max_new_tokens: decode at most so many.
-          stop_ids: end before any of these; None means the model's own, () none.
+          stop_ids: end before any of these; None means `model.stop_ids`, () none.
           on_token: called with each new token and the float32 [V] logits that follow it.
 
         Returns:
@@ -172,13 +172,15 @@ class Engine:
 
         Raises:
           CapacityError: `max_new_tokens` do not fit; before any compute.
+          InputError: a number, state or stop tokens that cannot be used; before any compute.
+          WeightsError: the model's logits are NaN.
         """
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise errors.InputError(f"max_new_tokens: got {errors.shown(max_new_tokens)}, wanted an int, 0 or more")
         self._check_state(state)
         generate.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
         if stop_ids is None:
-            stop_ids = self.model.config.stop_ids
+            stop_ids = self.model.stop_ids
         else:
             stop_ids = generate.plan_stops(stop_ids, self.model.config.vocab_size)
         decoded = generate.decode(

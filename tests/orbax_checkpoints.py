@@ -21,6 +21,7 @@ from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma.weights import assemble, random_init
 
 BF16 = np.dtype(jnp.bfloat16)
+VOCAB_SIZE = 420  # As many as `tiny_tokenizers.sentencepiece_model` has pieces.
 # Of 8 or 7 layers the stacks have fewer entries of some kinds than of others.
 _CUTS = {
     "gemma3": ("gemma-3-27b", 8, 2, 16, 16),
@@ -40,7 +41,7 @@ def config(kind: str) -> config_lib.GemmaConfig:
     return dataclasses.replace(
         real,
         name=f"small-{kind}",
-        vocab_size=60,
+        vocab_size=VOCAB_SIZE,
         embed_dim=24,
         hidden_dim=20,
         num_heads=4,
@@ -49,7 +50,7 @@ def config(kind: str) -> config_lib.GemmaConfig:
         full=dataclasses.replace(real.full, num_kv_heads=full_kv_heads, head_dim=full_head_dim),
         num_kv_shared_layers=5 if real.num_kv_shared_layers else 0,
         shared_hidden_dim=28 if real.shared_hidden_dim else None,
-        per_layer=real.per_layer and config_lib.PerLayerConfig(vocab_size=59, dim=6),
+        per_layer=real.per_layer and config_lib.PerLayerConfig(VOCAB_SIZE + 1, dim=6),
         experts=real.experts and config_lib.ExpertsConfig(num_experts=5, top_k=2, hidden_dim=14),
     )
 

@@ -12,8 +12,8 @@ import pytest
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import chat as chat_lib
+from kvgraft_jax.gemma import generate, sentencepiece_model
 from kvgraft_jax.gemma import model as model_lib
-from kvgraft_jax.gemma import sentencepiece_model
 from kvgraft_jax.gemma import tokenizer as tokenizer_lib
 from tests import tiny, tiny_tokenizers
 
@@ -61,6 +61,27 @@ def test_without_thinking(small, large):
     system = "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHello<turn|>\n<|turn>model\n"
     check_prompt(small, [SYSTEM, USER], False, system)
     check_prompt(large, [SYSTEM, USER], False, system + EMPTY_THOUGHT)
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_system_message_without_text_is_a_turn(small, text):
+    messages = [chat_lib.Message("system", text), USER]
+    turn = "<|turn>user\nHello<turn|>\n<|turn>model\n"
+    check_prompt(small, messages, False, f"<bos><|turn>system\n<turn|>\n{turn}")
+    check_prompt(small, messages, True, f"<bos><|turn>system\n<|think|>\n<turn|>\n{turn}")
+
+
+@pytest.mark.parametrize("thinking", ["no", "", 1, 0, None, np.True_])
+def test_thinking_is_true_or_false(tokenizer, small, thinking):
+    for chat in (small, chat_lib.Chat(tokenizer, "plain")):
+        for call in (
+            lambda chat: chat.render([USER], thinking=thinking),
+            lambda chat: chat.encode([USER], thinking=thinking),
+            lambda chat: chat.prefix("a", thinking=thinking),
+            lambda chat: chat.split("a", " b", thinking=thinking),
+        ):
+            with pytest.raises(errors.InputError, match="thinking: got .* wanted True or False"):
+                call(chat)
 
 
 def test_with_thinking(small, large):
@@ -182,6 +203,16 @@ def test_style_follows_template_and_size():
         config = model_lib.configurations.get(name)
         assert model_lib._style("{{ '<|turn>' + role }}", config, "x") == style
         assert model_lib._style("", config, "x") == "plain"
+
+
+def test_no_token_is_chosen_out_of_nan():
+    state = tiny.engine().prefill(tiny.tokens(12))
+    logits_V = np.asarray(state.logits).copy()
+    logits_V[300] = np.nan
+    damaged = dataclasses.replace(state, logits=jnp.asarray(logits_V))
+    with pytest.raises(errors.WeightsError, match=r"logit of token 300: got NaN .*float32"):
+        tiny.engine().generate(damaged, max_new_tokens=4)
+    assert generate.argmax(damaged.logits, (300,)) == int(np.nanargmax(logits_V))
 
 
 def test_suppressed_tokens_are_never_chosen():

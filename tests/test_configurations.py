@@ -102,11 +102,20 @@ def test_unknown_name_lists_the_known():
         ({"full": config_lib.AttentionConfig(1, 8, config_lib.RotaryConfig(1e4), 4)}, "window"),
         ({"final_softcap": 0.0}, "final_softcap"),
         ({"embed_dim": 0}, "embed_dim"),
+        ({"per_layer": config_lib.PerLayerConfig(262_143, 8)}, "per_layer.vocab_size: got 262143, wanted 262144 or"),
+        ({"suppress_ids": (5, 262_144)}, r"suppress_ids: got \(5, 262144\), wanted ids below 262144"),
+        ({"vocab_size": 3, "suppress_ids": (2, 0, 1, 1)}, "suppress_ids: got all 3 ids"),
     ],
 )
 def test_impossible_configurations(change, message):
     with pytest.raises(errors.ConfigError, match=message):
         dataclasses.replace(configurations.get("gemma-3-270m"), **change)
+
+
+def test_per_layer_embeddings_have_a_width():
+    for dim in (0, -1):
+        with pytest.raises(errors.ConfigError, match=f"per_layer.dim: got {dim}, wanted 1 or more"):
+            config_lib.PerLayerConfig(262_144, dim)
 
 
 def test_odd_head_width_and_tiny_window():

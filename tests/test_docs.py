@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import math
 import os
 import pathlib
 import re
@@ -12,11 +14,21 @@ import sys
 import pytest
 
 import kvgraft_jax as kg
+from tests import tiny, tiny_tokenizers
 
 ROOT = pathlib.Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "WORKSPACE.md")
+DOCUMENTS = ("README.md", "WORKSPACE.md", "docs/checkpoints.md")
 # Made by a run, or below a folder that one makes.
 GENERATED = ("result.json", "report.md", "manifest.json", "files.json", "out/", "arrays/", "DIRECTORY/")
+# Of a checkpoint, which someone else made.
+FOREIGN = (
+    "config.json",
+    "chat_template.json",
+    "generation_config.json",
+    "index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 PLACEHOLDERS = ("NAME", "FILE", "FIELD", "...")
 
 _PATH = re.compile(r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]*|\b[\w-]+\.(?:py|md|txt|sh|json|toml|ipynb)\b")
@@ -35,6 +47,7 @@ def _code(text: str) -> list[str]:
 def missing_paths(text: str) -> list[str]:
     """Paths in code that are not in the repository."""
     found = {path for code in _code(text) for path in _PATH.findall(code)}
+    found -= set(FOREIGN)
     named = {path for path in found if not path.startswith(GENERATED) and not any(p in path for p in PLACEHOLDERS)}
     return sorted(path for path in named if not (ROOT / path).exists())
 
@@ -97,6 +110,47 @@ def test_every_marker_is_described():
     described = _text("WORKSPACE.md")
     markers = re.findall(r'^  "(\w+): ', _text("pyproject.toml"), re.M)
     assert markers and [marker for marker in markers if f"| `{marker}` |" not in described] == []
+
+
+def test_what_a_uri_can_say_is_described():
+    from kvgraft_jax.gemma import chat, configurations, model
+
+    names = [*configurations.CONFIGURATIONS, *chat._STYLES, *model._CUTS, "hf:", "gguf:", "orbax:", "package:"]
+    names += [f"{key}=NAME" for keys in model._OPTIONS.values() for key in keys] + ["random:", "seed="]
+    described = "\n".join(_code(_text("docs/checkpoints.md")))
+    assert [name for name in names if name not in described] == []
+
+
+def test_the_memory_table_is_right():
+    from kvgraft_jax.gemma import configurations
+    from kvgraft_jax.gemma.weights import layout
+
+    rows = re.findall(r"^\| `(gemma-[\w-]+)` \| ([\d.]+) \| ([\d.]+) \|$", _text("docs/checkpoints.md"), re.M)
+    counts = {
+        name: sum(math.prod(parameter.shape) for parameter in layout.parameters(config)) / 1e9
+        for name, config in configurations.CONFIGURATIONS.items()
+    }
+    assert {row[0]: row[1:] for row in rows} == {name: (f"{n:.2f}", f"{2 * n:.1f}") for name, n in counts.items()}
+
+
+def test_the_chat_example_runs(tmp_path, monkeypatch, capsys):
+    from kvgraft_jax.gemma import chat as chat_lib
+    from kvgraft_jax.gemma import tokenizer as tokenizer_lib
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tokenizer_lib.from_json(tiny_tokenizers.tokenizer_json(), "tokenizer.json")
+    chat = chat_lib.Chat(tokenizer, "gemma3")
+    made = kg.load_model(tiny.URI.replace("vocab=512", f"vocab={tokenizer.vocab_size}"))
+    model = dataclasses.replace(made, tokenizer=tokenizer, chat=chat)
+    engine = kg.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
+    (block,) = re.findall(r"^```python\n(.*?)^```", _text("docs/checkpoints.md"), re.M | re.S)
+    names = dict(kg=kg, model=model, engine=engine, context="the code is four.", question=" what is the code?")
+    exec(block, names)
+    whole = chat.encode([kg.Message("user", names["context"] + names["question"])])
+    assert len(block.splitlines()) == 5 and names["prefix_ids"] + names["suffix_ids"] == whole
+    tokens, _ = engine.generate(engine.prefill(whole), max_new_tokens=64)
+    assert names["tokens"] == tokens
+    assert capsys.readouterr().out == chat.reply(tokens).content + "\n"
 
 
 @pytest.mark.weights

@@ -22,3 +22,4 @@ def test_it_runs_and_ends_in_equality(tmp_path):
     assert comparison.splitlines()[-1] == "equal" and "DIFFERENT" not in comparison
     assert text["artifact = kg.load_artifact(directory, artifact_id)"].startswith("60}")
     assert "width" in text["try:"]
+    assert text["prefix_ids, suffix_ids = model.chat.split(text, query)"].startswith("plain 60}")

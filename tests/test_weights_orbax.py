@@ -124,10 +124,10 @@ def test_keys_and_values_of_sharing_layers_may_be_there(tmp_path):
 
 def test_deepmind_tables_end_before_the_image_token(flat_files, monkeypatch):
     small = written.config("gemma3")
-    monkeypatch.setattr(orbax_directory, "_DEEPMIND_VOCAB", 60)
-    monkeypatch.setitem(configurations.CONFIGURATIONS, small.name, dataclasses.replace(small, vocab_size=64))
+    monkeypatch.setattr(orbax_directory, "_DEEPMIND_VOCAB", written.VOCAB_SIZE)
+    monkeypatch.setitem(configurations.CONFIGURATIONS, small.name, dataclasses.replace(small, vocab_size=424))
     loaded = model.load_model(f"orbax:{flat_files}")
-    assert loaded.config.vocab_size == 60
+    assert loaded.config.vocab_size == written.VOCAB_SIZE
     assert loaded.digest == written.weights("gemma3").digest
 
 

@@ -246,6 +246,11 @@ def test_configurations_that_would_give_other_numbers(change, named):
         ({"model_type": "gemma4", "text_config": [1]}, "text_config: got [1]"),
         ({"model_type": "gemma4", "text_config": {"model_type": "gemma3_text"}}, "'gemma3_text'"),
         ({"model_type": "gemma4", "text_config": {}, "quantization_config": {"bits": 4}}, "quantization_config"),
+        (
+            {"model_type": "gemma4", "text_config": {}, "rope_scaling": {"factor": 2.0}},
+            "rope_scaling = {'factor': 2.0}",
+        ),
+        ({"model_type": "gemma4", "text_config": {}, "head_dim": 128}, "head_dim = 128 beside text_config"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: got 'all'"),
         ({"query_pre_attn_scalar": 256}, "unknown key query_pre_attn_scalar = 256"),
         ({"attention_k_eq_v": 1}, "attention_k_eq_v: got 1"),
@@ -259,7 +264,7 @@ def test_configurations_that_would_give_other_numbers(change, named):
         ({"per_layer_config": {"30": {"head_dim": 512}}}, "per_layer_config: got {'30'"),
         ({"per_layer_config": {"5": {"sliding_window": 4}}}, "sliding_window"),
         ({"per_layer_config": [1]}, "per_layer_config"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}, "new_field": 1}, "new_field = 1; rotary"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}, "new_field": 1}, "new_field = 1; rope_para"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention: got type 'yarn'"),
         ({"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor"),
         (
@@ -288,6 +293,41 @@ def test_missing_keys_mean_class_defaults_of_gemma_4():
     assert (unified.per_layer, unified.sliding.window, unified.max_positions) == (None, 1024, 262_144)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gemma4_unified"])
+def test_keys_of_the_text_beside_it(family):
+    text = {"hidden_size": 64, "num_hidden_layers": 6}
+    harmless = {
+        "architectures": ["Gemma"],
+        "boi_token_index": 255_999,
+        "bos_token_id": 2,
+        "dtype": "bfloat16",
+        "eos_token_id": [1, 106],
+        "image_token_id": 3,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "pad_token_id": 7,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+        "vision_config": {"hidden_size": 8},
+    }
+    document = {"model_type": family, "text_config": text} | harmless
+    config = huggingface_config.parse_config(document, "x")
+    assert huggingface_config.parse_config(document | text, "x") == config and config.pad_id == 0
+    wrong = {
+        "attention_bias": True,
+        "hidden_size": 65,
+        "query_pre_attn_scalar": 168,
+        "rope_parameters": {},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_theta": 1e5,
+        "sliding_window": 8,
+    }
+    with pytest.raises(errors.ConfigError) as caught:
+        huggingface_config.parse_config(document | wrong, "x")
+    for key, value in wrong.items():
+        assert f"{key} = {value!r} beside text_config" in str(caught.value)
+
+
 def test_global_heads_count_only_where_values_are_keys():
     document = {"model_type": "gemma4_text", "num_global_key_value_heads": 2}
     assert huggingface_config.parse_config(document, "x").full.num_kv_heads == 4
@@ -305,7 +345,8 @@ def test_the_last_layer_of_gemma_4_is_full():
 
 def test_rotary_factor_of_gemma_4():
     rope = {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "factor": 2.0}
-    document = {"model_type": "gemma4_text", "rope_parameters": {"full_attention": rope}}
+    ropes = {"full_attention": rope, "sliding_attention": {"rope_theta": 1e4}}
+    document = {"model_type": "gemma4_text", "rope_parameters": ropes}
     rotary = huggingface_config.parse_config(document, "x").full.rotary
     assert (rotary.base, rotary.scale, rotary.fraction) == (1e5, 2.0, 0.5)
 
@@ -314,6 +355,8 @@ def test_special_tokens_of_generation_config_of_gemma_4():
     generation = {"eos_token_id": [1, 106, 50], "suppress_tokens": [258_883, 258_882], "top_k": 64}
     config = huggingface_config.parse_config({"model_type": "gemma4_text", "eos_token_id": 1}, "x", generation)
     assert (config.stop_ids, config.suppress_ids) == ((1, 106, 50), (258_883, 258_882))
+    small = huggingface_config.parse_config({"model_type": "gemma4_text", "vocab_size": 258_883}, "x", generation)
+    assert (small.stop_ids, small.suppress_ids) == ((1, 106, 50), (258_882,))
     with pytest.raises(errors.ConfigError, match="suppress_tokens"):
         huggingface_config.parse_config({"model_type": "gemma4_text"}, "x", {"suppress_tokens": ["a"]})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import re
 from typing import NamedTuple
@@ -31,6 +31,7 @@ class _Turns:
     """How a style writes turns.
 
     Attributes:
+      family: of Gemma, whose turns they are.
       start, end: around each turn.
       has_system_turn: system text is a turn of its own, else it stands in front of the first user text.
       can_think: the system turn may ask for thoughts, and thoughts of earlier turns are taken out.
@@ -38,6 +39,7 @@ class _Turns:
       stops: further pieces at which the model gives the turn back.
     """
 
+    family: int
     start: str
     end: str
     has_system_turn: bool = False
@@ -51,13 +53,30 @@ class _Turns:
         return (self.start, self.end, *((_THINK, _CHANNEL, _CHANNEL_END) if self.can_think else ()), *self.stops)
 
 
-_GEMMA4_TURNS = _Turns("<|turn>", "<turn|>", has_system_turn=True, can_think=True, stops=(_TOOL_RESPONSE,))
+_GEMMA4_TURNS = _Turns(4, "<|turn>", "<turn|>", has_system_turn=True, can_think=True, stops=(_TOOL_RESPONSE,))
 _STYLES = {
     PLAIN: None,
-    GEMMA3: _Turns("<start_of_turn>", "<end_of_turn>"),
+    GEMMA3: _Turns(3, "<start_of_turn>", "<end_of_turn>"),
     GEMMA4: _GEMMA4_TURNS,
     GEMMA4_EMPTY_THOUGHT: dataclasses.replace(_GEMMA4_TURNS, has_empty_thought=True),
 }
+
+
+def start_of_turn(family: int) -> str:
+    """The control piece that opens a turn in family `family` of Gemma; no other family has it."""
+    return next(turns.start for turns in _STYLES.values() if turns is not None and turns.family == family)
+
+
+def family_of(style: str) -> int | None:
+    """The family of Gemma whose turns a style writes; None for "plain".
+
+    Raises:
+      ConfigError: no style of this name.
+    """
+    if not isinstance(style, str) or style not in _STYLES:
+        raise errors.ConfigError(f"chat style: got {style!r}, wanted one of {', '.join(map(repr, _STYLES))}")
+    turns = _STYLES[style]
+    return None if turns is None else turns.family
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +128,7 @@ class Chat:
     style: str
 
     def __post_init__(self):
-        if not isinstance(self.style, str) or self.style not in _STYLES:
-            raise errors.ConfigError(f"chat style: got {self.style!r}, wanted one of {', '.join(map(repr, _STYLES))}")
+        family_of(self.style)
         if self._style is not None:
             for piece in (_BOS, *self._style.pieces):
                 self.tokenizer.control_id(piece)
@@ -139,8 +157,8 @@ class Chat:
         Only for reading: control pieces that a message spells look like real ones here. `encode` tells them apart.
 
         Raises:
-          InputError: no message, roles that do not alternate from user to user, a role that the style does not have,
-            or thinking where the style has none.
+          InputError: no list of messages, roles that do not alternate from user to user, a role that the style does
+            not have, or thinking that is no bool, or asked for where the style has none.
         """
         return "".join(self._prompt(messages, thinking))
 
@@ -168,7 +186,7 @@ class Chat:
         trimmed = context.rstrip() if self._style is None else context.strip()
         if not trimmed:
             raise errors.InputError("context: got no text, wanted some to put in front of the question")
-        parts = self._begin("", thinking)
+        parts = self._begin(None, thinking)
         return self._ids([*parts, trimmed] if self._style is None else [*parts, *self._open("user", trimmed)])
 
     def split(self, context: str, question: str, *, thinking: bool = False) -> Split:
@@ -191,8 +209,8 @@ class Chat:
         return Split(prefix_ids, self.tokenizer.after_prefix(prefix_ids, whole))
 
     def reply(self, token_ids: Sequence[int]) -> Message:
-        """The model's message in the tokens that it generated, its thoughts left out."""
-        kept = list(token_ids)
+        """The model's message in the tokens that it generated, its thoughts left out; `InputError` for no token ids."""
+        kept = self.tokenizer.checked(token_ids)
         if self._style is not None and self._style.can_think:
             opens, closes = (self.tokenizer.control_id(piece) for piece in (_CHANNEL, _CHANNEL_END))
             while opens in kept:
@@ -225,14 +243,16 @@ class Chat:
             parts += [_Control(_CHANNEL), "thought\n", _Control(_CHANNEL_END)]
         return parts
 
-    def _begin(self, system: str, thinking: bool) -> list[str]:
-        """Begin of text, and the system turn where there is one."""
+    def _begin(self, system: str | None, thinking: bool) -> list[str]:
+        """Begin of text, and the system turn where there is one, with or without text."""
+        if not isinstance(thinking, bool):
+            raise errors.InputError(f"thinking: got {errors.shown(thinking)}, wanted True or False")
         if thinking and not (self._style is not None and self._style.can_think):
             raise errors.InputError(f"thinking: got True, but prompts of style {self.style!r} cannot ask for it")
         parts: list[str] = [_Control(_BOS)]
         if thinking:
-            return [*parts, *self._open("system", ""), _Control(_THINK), f"\n{system}", *self._close()]
-        return [*parts, *self._open("system", system), *self._close()] if system else parts
+            return [*parts, *self._open("system", ""), _Control(_THINK), f"\n{system or ''}", *self._close()]
+        return parts if system is None else [*parts, *self._open("system", system), *self._close()]
 
     def _open(self, role: str, content: str) -> list[str]:
         return [_Control(self._style.start), f"{role}\n{content}"]
@@ -240,8 +260,11 @@ class Chat:
     def _close(self) -> list[str]:
         return [_Control(self._style.end), "\n"]
 
-    def _turns(self, messages: Sequence[Message]) -> tuple[str, list[Message]]:
-        """Text of the system turn, and user and model turns, alternating, as they stand in the prompt."""
+    def _turns(self, messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
+        """Text of the system turn, or None, and user and model turns, alternating, as they stand in the prompt."""
+        if not isinstance(messages, Iterable):
+            raise errors.InputError(f"messages: got {errors.shown(messages)}, wanted a list of Message")
+        messages = list(messages)
         for message in messages:
             if not isinstance(message, Message):
                 raise errors.InputError(f"messages: got a {type(message).__name__} among them, wanted Message")
@@ -251,7 +274,7 @@ class Chat:
                     f"messages: got roles {[message.role for message in messages]}, wanted one user message: "
                     "this model has no chat template"
                 )
-            return "", list(messages)
+            return None, messages
         turns = [dataclasses.replace(m, role="model") if m.role == "assistant" else m for m in messages]
         system = turns.pop(0).content if turns and turns[0].role == "system" else None
         roles = [turn.role for turn in turns]
@@ -261,9 +284,11 @@ class Chat:
                 "then user and model by turns, user first and last"
             )
         turns = [Message(turn.role, self._trimmed(turn)) for turn in turns]
-        if system is None or self._style.has_system_turn:
-            return (system or "").strip(), turns
-        return "", [Message("user", system + _BLANK_LINE + turns[0].content), *turns[1:]]
+        if system is None:
+            return None, turns
+        if self._style.has_system_turn:
+            return system.strip(), turns
+        return None, [Message("user", system + _BLANK_LINE + turns[0].content), *turns[1:]]
 
     def _trimmed(self, turn: Message) -> str:
         is_old_thought = self._style.can_think and turn.role == "model"

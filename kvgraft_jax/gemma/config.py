@@ -112,12 +112,16 @@ class PerLayerConfig:
     """Embeddings that every layer looks up for itself.
 
     Attributes:
-      vocab_size: rows of the table.
+      vocab_size: rows of the table; as many as the model has tokens, or more.
       dim: P, width per layer.
     """
 
     vocab_size: int
     dim: int
+
+    def __post_init__(self):
+        if self.dim < 1:
+            raise errors.ConfigError(f"per_layer.dim: got {self.dim}, wanted 1 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +149,8 @@ class GemmaConfig:
       experts: routed experts of every layer, or None.
       max_positions: positions for which the model was trained.
       pad_id, bos_id: special tokens.
-      stop_ids: generation ends on any of these.
-      suppress_ids: generation never chooses these.
+      stop_ids: generation ends on any of these, and on those of the chat.
+      suppress_ids: generation never chooses these, which are some of the vocabulary.
     """
 
     name: str
@@ -196,6 +200,15 @@ class GemmaConfig:
         for field, token_ids in special.items():
             if any(not 0 <= token_id < 1 << 31 for token_id in token_ids):
                 raise errors.ConfigError(f"{field}: got {getattr(self, field)}, wanted 0 to {(1 << 31) - 1}")
+        if any(token_id >= self.vocab_size for token_id in self.suppress_ids):
+            raise errors.ConfigError(f"suppress_ids: got {self.suppress_ids}, wanted ids below {self.vocab_size}")
+        if len(set(self.suppress_ids)) == self.vocab_size:
+            raise errors.ConfigError(f"suppress_ids: got all {self.vocab_size} ids, wanted one left to choose")
+        if self.per_layer is not None and self.per_layer.vocab_size < self.vocab_size:
+            raise errors.ConfigError(
+                f"per_layer.vocab_size: got {self.per_layer.vocab_size}, wanted {self.vocab_size} or more, a row for "
+                "every token"
+            )
         for kind in (self.sliding, self.full):
             if self.num_heads % kind.num_kv_heads:
                 raise errors.ConfigError(f"num_heads: got {self.num_heads}, wanted a multiple of {kind.num_kv_heads}")
@@ -206,6 +219,11 @@ class GemmaConfig:
             )
         if set(self.layer_kinds[self.num_kv_layers :]) - set(self.layer_kinds[: self.num_kv_layers]):
             raise errors.ConfigError("num_kv_shared_layers: a layer that shares has no layer of its kind to share with")
+
+    @property
+    def family(self) -> int:
+        """Of Gemma: 3 or 4."""
+        return 3 if self.norm_plus_one else 4
 
     @property
     def num_kv_layers(self) -> int:

@@ -223,9 +223,19 @@ def decode(
 
 
 def argmax(logits_V: jax.Array, suppress_ids: tuple[int, ...]) -> int:
-    """The lowest id of the largest logit, on the host, where NumPy finds it much faster than XLA's CPU backend."""
+    """The lowest id of the largest logit, on the host, where NumPy finds it much faster than XLA's CPU backend.
+
+    Raises:
+      WeightsError: a logit is NaN, so none is the largest.
+    """
     on_host_V = np.asarray(logits_V)
     if suppress_ids:
         on_host_V = on_host_V.copy()
         on_host_V[list(suppress_ids)] = -np.inf
-    return int(on_host_V.argmax())
+    token_id = int(on_host_V.argmax())  # The first NaN where there is one.
+    if np.isnan(on_host_V[token_id]):
+        raise errors.WeightsError(
+            f"logit of token {token_id}: got NaN instead of a number, so no next token can be chosen; the weights are "
+            "damaged or too large for their dtype: load the model with dtype='float32', or fetch its weights again"
+        )
+    return token_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 import pathlib
 from urllib import parse
@@ -40,6 +41,7 @@ _CUTS = (
     "experts",
     "per_layer",
 )
+_OPTIONS = {"hf": ("chat",), "orbax": ("config", "chat")}
 _SCHEMES = "hf:DIR, gguf:FILE, orbax:DIR, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
@@ -69,6 +71,11 @@ class Model:
     uri: str
     mesh: sharding.Mesh | None = None
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end generation: those of the configuration, and those with which the chat ends a turn."""
+        return tuple(dict.fromkeys((*self.config.stop_ids, *(self.chat.stop_ids if self.chat else ()))))
+
     def __repr__(self) -> str:
         return f"Model({self.uri}, {self.dtype}, digest {self.digest[:16]})"
 
@@ -83,7 +90,8 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
         `?config=NAME` states which model it is), `package:gemma-3-270m` (the installed package), or
         `random:NAME?seed=0` for any released size (`gemma-3-270m` to `gemma-4-31b`), optionally cut with `layers`,
         `vocab`, `embed`, `hidden`, `heads`, `kv_heads`, `head_dim`, `window`, `experts` and `per_layer`; see
-        `weights.random_init.cut`.
+        `weights.random_init.cut`. `?chat=NAME` after `hf:DIR` or `orbax:DIR` states the style of `Chat`, which Orbax
+        directories do not tell; otherwise it is that of the checkpoint's template, or "plain" without one.
       dtype: "bfloat16" or "float32".
       mesh: devices over which parameters and, later, caches are spread: `make_mesh(num_devices)`; None is the default
         device. It is part of the pin: other bits than on one device, but the same ones every time.
@@ -92,7 +100,7 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
       ConfigError: a URI, dtype, mesh or configuration that is not accepted.
       WeightsError: a checkpoint that is missing, unreadable or damaged, or that lacks tensors which the model needs.
       ResourceError: the parameters do not fit the memory that the device has free; raised before they are loaded.
-      TokenizerError: a tokenizer or chat template of another kind, or damaged.
+      TokenizerError: a tokenizer or chat template of another model or kind, or damaged.
     """
     as_dtype = _checked_dtype(dtype)
     mesh = placement.checked_mesh(mesh)
@@ -105,8 +113,13 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
         config, seed = _random_config(rest)
         weights = random_init.initialise(config, seed, as_dtype, mesh)
         return Model(config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri, mesh)
+    options = {}
+    if scheme in _OPTIONS:
+        rest, options = _query(rest, _OPTIONS[scheme])
+    if "chat" in options:
+        chat_lib.family_of(options["chat"])
     try:
-        source, chat = _open(uri, scheme, rest)
+        source, chat = _open(uri, scheme, rest, options)
         weights = assemble.assemble(source, as_dtype, mesh)
     except OSError as error:
         raise errors.WeightsError(
@@ -118,13 +131,13 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
     return Model(source.config, flax.core.freeze(weights.params), tokenizer, chat, weights.digest, dtype, uri, mesh)
 
 
-def _open(uri: str, scheme: str, rest: str) -> tuple[source_lib.Source, chat_lib.Chat | None]:
+def _open(
+    uri: str, scheme: str, rest: str, options: Mapping[str, str]
+) -> tuple[source_lib.Source, chat_lib.Chat | None]:
     """The opened checkpoint, and its tokenizer with the prompt template."""
     try:
-        source, tokenizer, template = _open_parts(scheme, rest)
-        if tokenizer is None:
-            return source, None
-        return source, chat_lib.Chat(tokenizer, _style(template, source.config, source.origin))
+        source, tokenizer, template = _open_parts(scheme, rest, options.get("config"))
+        return source, _chat(options.get("chat"), tokenizer, template, source)
     except errors.KVGraftError:
         raise
     except _MALFORMED as error:
@@ -134,14 +147,16 @@ def _open(uri: str, scheme: str, rest: str) -> tuple[source_lib.Source, chat_lib
         ) from error
 
 
-def _open_parts(scheme: str, rest: str) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, str]:
+def _open_parts(
+    scheme: str, rest: str, config_name: str | None
+) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, str]:
     """The opened checkpoint, its tokenizer and its chat template ("" where it has none)."""
     if scheme == "hf":
         source = safetensors_file.open_directory(rest)
         directory = pathlib.Path(source.origin)
         return source, tokenizer_lib.from_directory(directory), _directory_template(directory)
     if scheme == "orbax":
-        source = orbax_directory.open_directory(rest)
+        source = orbax_directory.open_directory(rest, config_name)
         return source, orbax_directory.find_tokenizer(source), ""
     source = gguf_file.open_file(str(package.find_file(rest)) if scheme == "package" else rest)
     metadata = source.header.metadata
@@ -159,16 +174,27 @@ def _checked_dtype(dtype: str) -> np.dtype:
     return _DTYPES[dtype]
 
 
-def _random_config(rest: str) -> tuple[config_lib.GemmaConfig, int]:
-    name, _, query = rest.partition("?")
+def _query(rest: str, known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """What stands in front of the last question mark, and the values after it."""
+    head, mark, query = rest.rpartition("?")
+    if not mark:
+        return rest, {}
     try:
-        pairs = parse.parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+        pairs = parse.parse_qsl(query, keep_blank_values=True, strict_parsing=True)
     except ValueError as error:
-        raise errors.ConfigError(f"model URI: query {query!r}: {error}; wanted key=number&key=number") from None
-    values: dict[str, int] = {}
+        raise errors.ConfigError(f"model URI: query {query!r}: {error}; wanted key=value&key=value") from None
+    values: dict[str, str] = {}
     for key, text in pairs:
-        if key not in ("seed", *_CUTS) or key in values:
-            raise errors.ConfigError(f"model URI: got {key!r} twice or unknown, wanted seed, {', '.join(_CUTS)}")
+        if key not in known or key in values:
+            raise errors.ConfigError(f"model URI: got {key!r} twice or unknown, wanted {', '.join(known)}")
+        values[key] = text
+    return head, values
+
+
+def _random_config(rest: str) -> tuple[config_lib.GemmaConfig, int]:
+    name, options = _query(rest, ("seed", *_CUTS))
+    values: dict[str, int] = {}
+    for key, text in options.items():
         if not (text.isascii() and text.isdecimal() and len(text) < 11):
             raise errors.ConfigError(f"model URI: {key}: got {text[:40]!r}, wanted a whole number of at most 10 digits")
         values[key] = int(text)
@@ -185,6 +211,43 @@ def _directory_template(directory: pathlib.Path) -> str:
             if found:
                 return str(found)
     return ""
+
+
+def _chat(
+    style: str | None, tokenizer: tokenizer_lib.Tokenizer | None, template: str, source: source_lib.Source
+) -> chat_lib.Chat | None:
+    """The chat of a model, in the style that was named or that its template has; None without a tokenizer.
+
+    Raises:
+      TokenizerError: tokenizer or style are not those of such a model.
+    """
+    config, origin = source.config, source.origin
+    if tokenizer is None:
+        if style is not None:
+            raise errors.TokenizerError(
+                f"{origin}: has no tokenizer, which the chat {style!r} needs; put tokenizer.model into it"
+            )
+        return None
+    own = chat_lib.start_of_turn(config.family)
+    if own not in tokenizer.controls:
+        raise errors.TokenizerError(
+            f"{origin}: got a tokenizer without the piece {own!r}, wanted that of a Gemma {config.family}; put the "
+            "model's own in place of the one that was found in its directory or beside it"
+        )
+    controls = set(tokenizer.controls.values())  # No text becomes one, so one without a row does no harm.
+    without = [token for token in range(config.vocab_size, tokenizer.vocab_size) if token not in controls]
+    if without:
+        raise errors.TokenizerError(
+            f"{origin}: got a tokenizer of {tokenizer.vocab_size} pieces, of which {len(without)} have no row among "
+            f"the {config.vocab_size} of the model; wanted the model's own tokenizer"
+        )
+    style = _style(template, config, origin) if style is None else style
+    if chat_lib.family_of(style) not in (None, config.family):
+        raise errors.TokenizerError(
+            f"{origin}: got a chat with turns of Gemma {chat_lib.family_of(style)}, but the model is a Gemma "
+            f"{config.family}; wanted the model's own template, or ?chat=NAME"
+        )
+    return chat_lib.Chat(tokenizer, style)
 
 
 def _style(template: str, config: config_lib.GemmaConfig, origin: str) -> str:

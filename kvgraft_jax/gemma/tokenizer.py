@@ -87,7 +87,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; control pieces have none, and bytes that are no UTF-8 become U+FFFD."""
-        return self.backend.decode(self._ids(ids))
+        return self.backend.decode(self.checked(ids))
 
     def piece(self, token: int) -> str:
         """Spelling of one token, as in the vocabulary."""
@@ -101,6 +101,12 @@ class Tokenizer:
             )
         return self.controls[piece]
 
+    def checked(self, ids: Sequence[int]) -> list[int]:
+        """`ids` as Python ints; `InputError` for what is no list of ids of this vocabulary."""
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+            raise errors.InputError(f"token ids: got {errors.shown(ids)}, wanted a list of int")
+        return [self._checked(token) for token in ids]
+
     def check_prefix(self, prefix_ids: Sequence[int], text: str, control: bool = False) -> list[int]:
         """Checks that `text` begins with the tokens `prefix_ids`, and returns the ids after them.
 
@@ -112,7 +118,7 @@ class Tokenizer:
         Raises:
           SeamError: the ids differ; the message names the first place where they do.
         """
-        prefix = self._ids(prefix_ids)
+        prefix = self.checked(prefix_ids)
         ids = self.encode(text, bos=prefix[:1] == [self.bos_id], control=control)
         return self.after_prefix(prefix, ids)
 
@@ -138,11 +144,6 @@ class Tokenizer:
                 ids += [*self.backend.encode(text[start : match.start()]), self.controls[match[0]]]
                 start = match.end()
         return ids + self.backend.encode(text[start:])
-
-    def _ids(self, ids: Sequence[int]) -> list[int]:
-        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
-            raise errors.InputError(f"token ids: got {errors.shown(ids)}, wanted a list of int")
-        return [self._checked(token) for token in ids]
 
     def _checked(self, token: int) -> int:
         is_int = hasattr(token, "__index__") and not isinstance(token, bool | np.bool_) and not np.ndim(token)

@@ -17,13 +17,17 @@ class Fields:
 
     Attributes:
       values: the document.
+      around: the document of which it is a part, which must not say otherwise what is read here.
       problems: what is wrong so far.
     """
 
-    def __init__(self, values: Mapping[str, object]):
+    def __init__(self, values: Mapping[str, object], around: Mapping[str, object] | None = None):
         self.values = values
+        self.around = around or {}
         self.problems: list[str] = []
         self._known: set[str] = set()
+        self._ignored: set[str] = set()
+        self._reserved: set[str] = set()
 
     def take(self, key: str, default: object = None) -> object:
         """The value; `default` where it is missing or null."""
@@ -67,14 +71,23 @@ class Fields:
 
     def ignore(self, keys: Iterable[str]) -> None:
         """Names keys that do not change the numbers."""
-        self._known.update(keys)
+        self._ignored.update(keys)
+
+    def reserve(self, keys: Iterable[str]) -> None:
+        """Names keys that, read or not, only this part may hold."""
+        self._reserved.update(keys)
 
     def check(self) -> None:
         """Raises one `ConfigError` with all wrong values, missing ones, and keys that were neither read nor ignored."""
         unknown = [
             f"unknown key {key} = {_short(value)}"
             for key, value in self.values.items()
-            if key not in self._known and value is not None
+            if key not in self._known | self._ignored and value is not None
+        ]
+        unknown += [
+            f"{key} = {_short(value)} beside text_config, wanted inside"
+            for key, value in self.around.items()
+            if key in self._known | self._reserved and value is not None and value != self.values.get(key)
         ]
         if unknown or self.problems:
             raise errors.ConfigError(

@@ -69,7 +69,7 @@ def parse(
         value_norm=True,
         layer_scalar=True,
         num_kv_shared_layers=shared,
-        suppress_ids=_SUPPRESSED_BY_12B if is_12b else (),
+        suppress_ids=tuple(token for token in _SUPPRESSED_BY_12B if is_12b and token < vocab_size),
         **values,
     )
 

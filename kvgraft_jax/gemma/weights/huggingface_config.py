@@ -15,6 +15,11 @@ from kvgraft_jax.gemma.weights import files, huggingface_gemma3, huggingface_gem
 # The text model inside a multimodal one, by the type of the whole.
 _TEXT_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
 
+# Settings of the whole: read there, or without effect on the text.
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "bos_token_id", "pad_token_id")
+# Only in a text part, though the reader of Gemma 4 knows none of them.
+_OF_THE_TEXT = ("query_pre_attn_scalar", "rope_local_base_freq", "rope_scaling", "rope_theta")
+
 _WITHOUT_EFFECT = (
     "architectures",
     "attention_dropout",
@@ -86,9 +91,12 @@ def parse_config(
         raise errors.ConfigError(
             f"model_type: got {whole_type!r} with the text part {text_type!r}, wanted one of {', '.join(known)}"
         )
-    fields = fields_lib.Fields(text)
+    is_part = text is not document
+    around = {key: value for key, value in document.items() if is_part and key not in _OF_THE_WHOLE}
+    fields = fields_lib.Fields(text, around)
     fields.ignore(_WITHOUT_EFFECT)
-    if text is not document:
+    fields.reserve(_OF_THE_TEXT)
+    if is_part:
         whole = fields_lib.Fields(document)
         whole.only("tie_word_embeddings", True, None)
         whole.only("quantization_config", None)
@@ -99,6 +107,7 @@ def parse_config(
         config = huggingface_gemma3.parse(fields, name)
     else:
         config = huggingface_gemma4.parse(fields, name, is_unified=text_type == "gemma4_unified_text")
+    suppress_ids = tuple(token for token in suppress_ids if token < config.vocab_size)
     return dataclasses.replace(config, stop_ids=stop_ids or (1,), suppress_ids=suppress_ids)
 
 

@@ -15,13 +15,14 @@ def parse(fields: fields_lib.Fields, name: str) -> config_lib.GemmaConfig:
     fields.only("use_bidirectional_attention", False, None)
     num_layers = fields.integer("num_hidden_layers", 26)
     heads = fields.integer("num_key_value_heads", 4), fields.integer("head_dim", 256)
-    sliding, full = (_rotary(fields, kind) for kind in _BASES)
+    kinds = layers_lib.layer_kinds(fields, num_layers, _period(fields))
+    sliding, full = (_rotary(fields, kind, kinds) for kind in _BASES)
     values = dict(
         vocab_size=fields.integer("vocab_size", 262_208),
         embed_dim=fields.integer("hidden_size", 2304),
         hidden_dim=fields.integer("intermediate_size", 9216),
         num_heads=fields.integer("num_attention_heads", 8),
-        layer_kinds=layers_lib.layer_kinds(fields, num_layers, _period(fields)),
+        layer_kinds=kinds,
         query_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         final_softcap=layers_lib.softcap(fields),
         norm_eps=fields.real("rms_norm_eps", 1e-6),
@@ -48,11 +49,18 @@ def _period(fields: fields_lib.Fields) -> int:
     return period
 
 
-def _rotary(fields: fields_lib.Fields, kind: str) -> config_lib.RotaryConfig:
-    scaling = fields.take("rope_scaling", {}) if kind == "full_attention" else {}
-    if not isinstance(scaling, dict):
-        fields.wrong("rope_scaling", scaling, "an object")
-        scaling = {}
-    key, base = _BASES[kind]
-    rope = {**(layers_lib.rope_parameters(fields, kind) or {}), **scaling}
-    return layers_lib.rotary(fields, kind, rope, fields.take(key, base), ("default", "linear"))
+def _rotary(fields: fields_lib.Fields, kind: str, kinds: tuple[str, ...]) -> config_lib.RotaryConfig:
+    """The rotary encoding of a kind; where the old keys stand beside the new ones, they must say the same."""
+    key, default = _BASES[kind]
+    rope = layers_lib.rope_parameters(fields, kind, kinds)
+    base, scaling = fields.take(key), fields.take("rope_scaling")
+    old = {} if base is None else {"rope_theta": base}
+    if kind == "full_attention" and scaling is not None:
+        old |= layers_lib.rope_entry(fields, "rope_scaling", scaling, kind) or {}
+    rope = dict(old) if rope is None else rope
+    for name, value in old.items():
+        wanted = rope.setdefault(name, value) if name == "rope_theta" else rope.get(name)
+        if value != wanted:
+            where = key if name == "rope_theta" else f"rope_scaling: {name}"
+            fields.wrong(where, value, f"{wanted!r}, as rope_parameters say of {kind}")
+    return layers_lib.rotary(fields, kind, rope, default, ("default", "linear"))

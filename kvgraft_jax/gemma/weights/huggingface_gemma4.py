@@ -36,7 +36,7 @@ def parse(fields: fields_lib.Fields, name: str, is_unified: bool) -> config_lib.
         layers_lib.rotary(
             fields,
             kind,
-            layers_lib.rope_parameters(fields, kind) or dict(default),
+            layers_lib.rope_parameters(fields, kind, kinds) or dict(default),
             default["rope_theta"],
             ("default", "linear", "proportional"),
         )

@@ -36,8 +36,17 @@ def layer_kinds(fields: fields_lib.Fields, num_layers: int, period: int) -> tupl
     return tuple(KINDS[name] for name in names)
 
 
-def rope_parameters(fields: fields_lib.Fields, kind: str) -> dict[str, object] | None:
-    """The entry of attention kind `kind` in `rope_parameters`, or None."""
+def rope_parameters(fields: fields_lib.Fields, kind: str, kinds: tuple[str, ...]) -> dict[str, object] | None:
+    """The entry of attention kind `kind` in `rope_parameters`.
+
+    Args:
+      fields: the document.
+      kind: the public name of the attention kind.
+      kinds: the kind of every layer; one that is among them needs an entry.
+
+    Returns:
+      A copy, with `rope_type` spelled so; None without `rope_parameters`, or without an entry for a kind not in use.
+    """
     entries = fields.take("rope_parameters")
     if entries is None:
         return None
@@ -45,10 +54,24 @@ def rope_parameters(fields: fields_lib.Fields, kind: str) -> dict[str, object] |
         fields.problems.append(f"rope_parameters: got {entries!r}, wanted entries {', '.join(KINDS)}")
         return None
     entry = entries.get(kind)
-    if entry is not None and not isinstance(entry, dict):
-        fields.wrong(f"rope_parameters: {kind}", entry, "an object")
+    if entry is None and KINDS[kind] not in kinds:
         return None
-    return None if entry is None else dict(entry)
+    return rope_entry(fields, f"rope_parameters: {kind}", entry, kind)
+
+
+def rope_entry(fields: fields_lib.Fields, key: str, entry: object, kind: str) -> dict[str, object] | None:
+    """A copy of the rotary entry under `key` in which `type` is called `rope_type`; None, and noted, if it is none."""
+    if not isinstance(entry, dict) or not entry:
+        fields.wrong(key, entry, "an object with rope_type, rope_theta and what the type needs")
+        return None
+    entry = dict(entry)
+    if "type" in entry:
+        old = entry.pop("type")
+        if entry.setdefault("rope_type", old) != old:
+            fields.problems.append(
+                f"rotary encoding of {kind}: type: got {old!r} beside rope_type {entry['rope_type']!r}, wanted one"
+            )
+    return entry
 
 
 def rotary(
@@ -64,12 +87,10 @@ def rotary(
       types: those that the architecture has, out of "default", "linear" (frequencies divided by factor) and
         "proportional" (the same, and partial_rotary_factor is the share that rotates).
     """
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
-    rope_type = rope.pop("rope_type", None) or "default"
-    values = {"rope_theta": rope.pop("rope_theta", None) or base, "factor": 1.0, "partial_rotary_factor": 1.0}
+    rope_type = rope.pop("rope_type", "default")
+    values = {"rope_theta": rope.pop("rope_theta", base), "factor": 1.0, "partial_rotary_factor": 1.0}
     if rope_type in ("linear", "proportional"):
-        values["factor"] = rope.pop("factor", 1.0)
+        values["factor"] = rope.pop("factor", None if rope_type == "linear" else 1.0)
     if rope_type == "proportional":
         values["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
     elif rope.get("partial_rotary_factor") in (None, 1):

@@ -21,7 +21,7 @@ from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import tokenizer as tokenizer_lib
-from kvgraft_jax.gemma.weights import deepmind_names
+from kvgraft_jax.gemma.weights import deepmind_names, files
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.float16))
 _WRAPPERS = ("params", "rlx_networks", "policy_network", "transformer")
@@ -114,19 +114,19 @@ class OrbaxSource:
         return _Block(name, first * each, rows.reshape(-1, place.shape[-1]))
 
 
-def open_directory(path: str) -> OrbaxSource:
+def open_directory(path: str, config_name: str | None = None) -> OrbaxSource:
     """Opens every array in a directory and finds out whose they are; reads no tensor.
 
     Args:
-      path: the directory; `DIR?config=NAME` states the configuration instead of finding it by the sizes.
+      path: the directory.
+      config_name: states the configuration instead of finding it by the sizes.
 
     Raises:
       WeightsError: no Orbax checkpoint, a truncated one, or one error that lists every array that is missing,
         unexpected or of the wrong shape.
       ConfigError: the sizes are those of no known configuration.
     """
-    path, _, name = path.partition("?config=")
-    config = configurations.get(name) if name else None
+    config = None if config_name is None else configurations.get(config_name)
     directory = pathlib.Path(path).expanduser()
     stores = _open_arrays(_checkpoint_directory(directory))
     arrays, is_stacked = _by_layer(directory, stores)
@@ -152,9 +152,8 @@ def open_directory(path: str) -> OrbaxSource:
 def find_tokenizer(source: OrbaxSource) -> tokenizer_lib.Tokenizer | None:
     """The SentencePiece file inside the checkpoint directory, else the one beside it, else None."""
     directory = pathlib.Path(source.origin)
-    family = 3 if source.config.norm_plus_one else 4
     for place in (directory, directory.absolute().parent):
-        for path in (*sorted(place.glob(f"tokenizer_gemma{family}*.model")), place / "tokenizer.model"):
+        for path in (*sorted(place.glob(f"tokenizer_gemma{source.config.family}*.model")), place / "tokenizer.model"):
             if path.is_file():
                 return tokenizer_lib.from_sentencepiece(path.read_bytes(), str(path))
     return None
@@ -162,8 +161,7 @@ def find_tokenizer(source: OrbaxSource) -> tokenizer_lib.Tokenizer | None:
 
 def _checkpoint_directory(directory: pathlib.Path) -> pathlib.Path:
     """`directory`, or the one in it in which Orbax put the arrays (`default`, `state`, ...)."""
-    if not directory.is_dir():
-        raise errors.WeightsError(f"{directory}: is no directory; wanted one that Orbax wrote")
+    files.check_directory(directory, "that Orbax wrote")
     found = [place for place in (directory, *sorted(directory.iterdir())) if _is_checkpoint(place)]
     if found[:1] == [directory]:
         return directory

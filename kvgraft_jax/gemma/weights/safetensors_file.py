@@ -78,8 +78,7 @@ def open_directory(path: str) -> SafetensorsSource:
       ConfigError: a configuration that this package does not compute.
     """
     directory = pathlib.Path(path).expanduser()
-    if not directory.is_dir():
-        raise errors.WeightsError(f"{directory}: is no directory; wanted one with config.json and safetensors files")
+    files.check_directory(directory, "with config.json and safetensors files")
     config = huggingface_config.read_config(directory)
     tensors: dict[str, StoredTensor] = {}
     for stored_name, tensor in _stored_tensors(directory).items():
