@@ -105,13 +105,7 @@ def check_tensors(source: source_lib.Source, parameters: tuple[layout.Parameter,
     """Raises one `WeightsError` that lists all tensors that are missing, misshapen or unexpected."""
     wanted = {parameter.name: parameter.stored_shape for parameter in parameters}
     optional = {layout.HEAD_NAME: wanted[layout.EMBEDDING_NAME], **layout.unused_shapes(source.config)}
-    problems = [f"missing: {name}, wanted shape {wanted[name]}" for name in wanted if name not in source.shapes]
-    for name, shape in source.shapes.items():
-        want = wanted.get(name) or optional.get(name)
-        if want is None:
-            problems.append(f"unexpected: {name}, shape {shape}")
-        elif shape != want:
-            problems.append(f"wrong shape: {name}: got {shape}, wanted {want}")
+    problems = layout.mismatches(wanted, optional, source.shapes, {})
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise errors.WeightsError(

@@ -21,7 +21,7 @@ from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import tokenizer as tokenizer_lib
-from kvgraft_jax.gemma.weights import deepmind_names, files
+from kvgraft_jax.gemma.weights import deepmind_names, files, layout
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.float16))
 _WRAPPERS = ("params", "rlx_networks", "policy_network", "transformer")
@@ -274,20 +274,20 @@ def _check(
     arrays: Mapping[str, StoredArray],
 ) -> None:
     """Raises one `WeightsError` that lists all arrays that are missing, misshapen or unexpected."""
-    wanted = {place.array: place for place in places.values()}
-    problems = [
-        f"missing: {name}, wanted shape {place.array_shape}"
-        for name, place in wanted.items()
-        if name not in arrays and not place.is_optional
+    wanted, optional = (
+        {place.array: place.array_shape for place in places.values() if place.is_optional is kind}
+        for kind in (False, True)
+    )
+    labels = {
+        name: array.key if array.entry is None else f"{array.key} of layer {name.split('/')[0].removeprefix('layer_')}"
+        for name, array in arrays.items()
+    }
+    problems = layout.mismatches(wanted, optional, {name: array.shape for name, array in arrays.items()}, labels)
+    problems += [
+        f"wrong dtype: {array.key}: got {array.store.dtype.name}, wanted bfloat16 or float32"
+        for name, array in arrays.items()
+        if (name in wanted or name in optional) and array.store.dtype.numpy_dtype not in _DTYPES
     ]
-    for name, array in arrays.items():
-        of_layer = "" if array.entry is None else f" of layer {name.split('/')[0].removeprefix('layer_')}"
-        if name not in wanted:
-            problems.append(f"unexpected: {array.key}{of_layer}, shape {array.shape}")
-        elif array.shape != wanted[name].array_shape:
-            problems.append(f"wrong shape: {array.key}{of_layer}: got {array.shape}, wanted {wanted[name].array_shape}")
-        elif array.store.dtype.numpy_dtype not in _DTYPES:
-            problems.append(f"wrong dtype: {array.key}: got {array.store.dtype.name}, wanted bfloat16 or float32")
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise errors.WeightsError(
