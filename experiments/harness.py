@@ -165,7 +165,7 @@ def report(document: Mapping[str, Any]) -> str:
     lines += ["## Figures", "", *_markdown(("figure", "value"), _figures(document))]
     for name in _GROUPS:
         lines += [f"## {name.capitalize()}", "", *_markdown((name, "value"), document[name].items())]
-    for name, rows in [*((name, document[name]) for name in _LISTS), *document["tables"].items()]:
+    for name, rows in [*((name, document[name]) for name in _LISTS), *document.get("tables", {}).items()]:
         if rows:
             cells = ([_shortened(value) for value in row.values()] for row in rows)
             lines += [f"## {name.capitalize()}", "", *_markdown(rows[0].keys(), cells)]

@@ -8,6 +8,8 @@ import pathlib
 
 import pytest
 
+from experiments import harness
+
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 CHANGES = {
     "cpu/graft_f32": {"dtype": "float32"},
@@ -38,3 +40,9 @@ def test_the_record_has_todays_configuration(folder):
     today = json.loads(json.dumps(config.to_dict()))
     assert {name: today[name] for name in document["config"]} == document["config"]
     assert folder == "cpu/bench" or document["holds"]
+
+
+@pytest.mark.parametrize("folder", CONFIGURATIONS)
+def test_the_report_is_that_of_the_record(folder):
+    document = json.loads((RESULTS / folder / "result.json").read_text())
+    assert (RESULTS / folder / "report.md").read_text() == harness.report(document)

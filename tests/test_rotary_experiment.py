@@ -89,7 +89,7 @@ def test_the_small_configuration_passes(tmp_path):
     test_experiments.assert_report_equals_result(tmp_path)
     text = (tmp_path / harness.REPORT).read_text()
     for name, rows in document["tables"].items():
-        assert f"## {name.capitalize()}\n" in text and len(rows) > 1
+        assert f"## {name.capitalize()}\n" in text and rows
 
 
 @pytest.mark.slow
