@@ -38,7 +38,9 @@ def test_the_record_has_todays_configuration(folder):
     config = importlib.import_module(f"configs.{CONFIGURATIONS[folder]}").get_config()
     config.update(CHANGES.get(folder, {}))
     today = json.loads(json.dumps(config.to_dict()))
-    assert {name: today[name] for name in document["config"]} == document["config"]
+    if CONFIGURATIONS[folder] == "exactness_270m":  # Two experiments share it; each records what it reads.
+        today = {name: today[name] for name in document["config"]}
+    assert document["config"] == today
     assert folder == "cpu/bench" or document["holds"]
 
 

@@ -144,6 +144,17 @@ def test_gguf_and_sentencepiece_agree():
     assert gguf.controls == model.controls
 
 
+@pytest.mark.parametrize("made", [tiny_tokenizers.gguf_metadata, tiny_tokenizers.gguf_merges_metadata])
+def test_control_pieces_that_a_gguf_file_types_as_text_are_controls(made):
+    types = made()["tokenizer.ggml.token_type"].copy()
+    pieces = made()["tokenizer.ggml.tokens"]
+    turns = [token for token, piece in enumerate(pieces) if piece in (b"<start_of_turn>", b"<|turn>")]
+    types[turns] = 1
+    tokenizer = tokenizer_lib.from_gguf(made() | {"tokenizer.ggml.token_type": types}, "m.gguf")
+    assert turns and set(turns) <= set(tokenizer.controls.values())
+    assert not set(turns) & set(tokenizer.encode("<start_of_turn> <|turn>"))
+
+
 def _with(token: int, piece: bytes) -> tuple[bytes, ...]:
     """The pieces with another one in place of one."""
     pieces = list(tiny_tokenizers.gguf_merges_metadata()["tokenizer.ggml.tokens"])

@@ -76,6 +76,38 @@ def test_a_tokenizer_with_more_pieces_than_the_model(tmp_path):
         model_lib.load_model(uri)
 
 
+def test_a_tokenizer_with_far_fewer_pieces_than_the_model(tmp_path):
+    """As that of Gemma 2 beside Gemma 3, whose turns are spelled alike: its ids are others."""
+    uri = hugging_face(tmp_path / "m", 3, vocab=420 + 1025)
+    (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
+    with pytest.raises(errors.TokenizerError, match="420 pieces for 1445 rows of the model, wanted at most 1024 fewer"):
+        model_lib.load_model(uri)
+
+
+def test_a_template_that_is_no_text(tmp_path):
+    uri = hugging_face(tmp_path / "m", 3)
+    (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
+    (tmp_path / "m" / "chat_template.jinja").write_bytes(b"<start_of_turn>\xff")
+    with pytest.raises(errors.TokenizerError, match="chat_template.jinja: is not UTF-8"):
+        model_lib.load_model(uri)
+    assert model_lib.load_model(f"{uri}?chat=gemma3").chat.style == "gemma3"
+
+
+def test_a_gguf_file_may_have_its_chat_named(tmp_path):
+    made = model_lib.load_model(checkpoints.SMALL_URIS["gemma-3-4b"].replace("vocab=97", "vocab=420"))
+    metadata = {
+        name: [item.decode() for item in value]
+        if isinstance(value, tuple)
+        else value.tolist()
+        if isinstance(value, np.ndarray)
+        else value
+        for name, value in tiny_tokenizers.gguf_metadata().items()
+    }
+    uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, checkpoints.stored(made), metadata=metadata)
+    assert model_lib.load_model(uri).chat.style == "plain"
+    assert model_lib.load_model(f"{uri}?chat=gemma3").chat.style == "gemma3"
+
+
 def test_a_control_piece_after_the_end_of_the_table(tmp_path):
     """As <image_soft_token> of the text-only sizes, which have no row for it: no text becomes it."""
     document = json.loads(tiny_tokenizers.tokenizer_json())

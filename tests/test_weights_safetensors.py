@@ -328,6 +328,13 @@ def test_keys_of_the_text_beside_it(family):
         assert f"{key} = {value!r} beside text_config" in str(caught.value)
 
 
+def test_a_key_beside_the_text_part_may_repeat_the_value_in_use():
+    document = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vocab_size": 262_208}
+    assert huggingface_config.parse_config(document | {"head_dim": 256}, "x").vocab_size == 262_208
+    with pytest.raises(errors.ConfigError, match="vocab_size = 262144 beside text_config"):
+        huggingface_config.parse_config(document | {"vocab_size": 262_144}, "x")
+
+
 def test_global_heads_count_only_where_values_are_keys():
     document = {"model_type": "gemma4_text", "num_global_key_value_heads": 2}
     assert huggingface_config.parse_config(document, "x").full.num_kv_heads == 4

@@ -1,7 +1,8 @@
 """Single rotary pairs decided by the engine's own program: where re-rotation fails, and which neighbours it merges.
 
 The compiled program is the judge, in either dtype, on the device at hand. Certificates, whose checker needs no
-program, speak of keys that are stored in bfloat16; in float32 this is what decides.
+program, speak of keys that are stored in bfloat16; in float32 this is what decides. Here D stands for shifts, W for
+witnesses and N for keys.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def rerotation_witnesses(
 
 
 def random_keys(seed: int, count: int, head_dim: int) -> np.ndarray:
-    """Keys whose pairs often merge with a neighbour: |x1| in [1, 2), and x2 two to sixteen times smaller.
+    """Keys whose pairs often merge with a neighbour: x1 in [1, 2), and |x2| in [1/8, 1).
 
     Returns:
       float32 [count, H]; H even.
@@ -83,10 +84,10 @@ def neighbour_codes(
 
     The neighbour of a pair is (x1, y), y the number next to x2 on the side away from zero. What is stored of a pair
     depends on that pair alone, so all pairs of a head are looked at together.
-    Exact: decided by the bits that the compiled program gives. Position 0 turns nothing: there all are parted.
+    Exact: decided by the bits that the compiled program gives; at position 0, which turns nothing, all are parted.
 
     Args:
-      k_raw_NxH: [N, H] keys before rotation, in the scheme's raw dtype, finite.
+      k_raw_NxH: [N, H] keys before rotation, normal numbers in the scheme's raw dtype.
       table: the encoding's table.
       scheme: arithmetic and storage.
 
@@ -109,5 +110,4 @@ def neighbour_codes(
         is_equal_Sx2xR = np.asarray(bits.bit_equal(one_SxH, other_SxH)).reshape(num_positions, 2, num_pairs)
         merged.append(is_equal_Sx2xR.all(axis=1).T[: table.encoding.num_rotated_pairs])
     merged_MxS = np.concatenate(merged)
-    merged_MxS[:, 0] = False
     return collisions.Codes(merged_MxS, ~merged_MxS)

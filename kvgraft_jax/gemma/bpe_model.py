@@ -13,7 +13,8 @@ def build(pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], un
 
     Args:
       pieces: spelling of each id.
-      types: kind of each id; 3 is a control piece, 4 one that is cut out of the text before anything is merged.
+      types: kind of each id; 3 is a control piece, 4 one that is cut out of the text before anything is merged. A
+        control piece of Gemma that is typed 1, as some exports do, is one all the same.
       merges: pairs of pieces in order of rank, each pair joined by a space.
       unk_id: the piece for what no other spells.
 
@@ -21,6 +22,12 @@ def build(pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], un
       UTF-8 JSON.
     """
     cut_out = (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
+    types = [
+        sentencepiece_model.CONTROL
+        if kind == sentencepiece_model.NORMAL and sentencepiece_model.CONTROL_NAME.fullmatch(piece)
+        else kind
+        for piece, kind in zip(pieces, types, strict=True)
+    ]
     added = [
         {
             "id": token,

@@ -63,7 +63,7 @@ _STYLES = {
 
 
 def start_of_turn(family: int) -> str:
-    """The control piece that opens a turn in family `family` of Gemma; no other family has it."""
+    """The control piece that opens a turn in family `family` of Gemma; the other supported family has not."""
     return next(turns.start for turns in _STYLES.values() if turns is not None and turns.family == family)
 
 

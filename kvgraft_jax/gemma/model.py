@@ -41,9 +41,10 @@ _CUTS = (
     "experts",
     "per_layer",
 )
-_OPTIONS = {"hf": ("chat",), "orbax": ("config", "chat")}
+_OPTIONS = {"hf": ("chat",), "gguf": ("chat",), "orbax": ("config", "chat")}
 _SCHEMES = "hf:DIR, gguf:FILE, orbax:DIR, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_MOST_SPARE_ROWS = 1024  # Of a table, without a piece of the tokenizer; released models have 64 at most.
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
@@ -90,7 +91,7 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
         `?config=NAME` states which model it is), `package:gemma-3-270m` (the installed package), or
         `random:NAME?seed=0` for any released size (`gemma-3-270m` to `gemma-4-31b`), optionally cut with `layers`,
         `vocab`, `embed`, `hidden`, `heads`, `kv_heads`, `head_dim`, `window`, `experts` and `per_layer`; see
-        `weights.random_init.cut`. `?chat=NAME` after `hf:DIR` or `orbax:DIR` states the style of `Chat`, which Orbax
+        `weights.random_init.cut`. `?chat=NAME` after a directory or file states the style of `Chat`, which Orbax
         directories do not tell; otherwise it is that of the checkpoint's template, or "plain" without one.
       dtype: "bfloat16" or "float32".
       mesh: devices over which parameters and, later, caches are spread: `make_mesh(num_devices)`; None is the default
@@ -136,7 +137,7 @@ def _open(
 ) -> tuple[source_lib.Source, chat_lib.Chat | None]:
     """The opened checkpoint, and its tokenizer with the prompt template."""
     try:
-        source, tokenizer, template = _open_parts(scheme, rest, options.get("config"))
+        source, tokenizer, template = _open_parts(scheme, rest, options)
         return source, _chat(options.get("chat"), tokenizer, template, source)
     except errors.KVGraftError:
         raise
@@ -148,15 +149,15 @@ def _open(
 
 
 def _open_parts(
-    scheme: str, rest: str, config_name: str | None
+    scheme: str, rest: str, options: Mapping[str, str]
 ) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, str]:
-    """The opened checkpoint, its tokenizer and its chat template ("" where it has none)."""
+    """The opened checkpoint, its tokenizer and its chat template ("" where it has none, or the chat was named)."""
     if scheme == "hf":
         source = safetensors_file.open_directory(rest)
         directory = pathlib.Path(source.origin)
-        return source, tokenizer_lib.from_directory(directory), _directory_template(directory)
+        return source, tokenizer_lib.from_directory(directory), "" if "chat" in options else _template(directory)
     if scheme == "orbax":
-        source = orbax_directory.open_directory(rest, config_name)
+        source = orbax_directory.open_directory(rest, options.get("config"))
         return source, orbax_directory.find_tokenizer(source), ""
     source = gguf_file.open_file(str(package.find_file(rest)) if scheme == "package" else rest)
     metadata = source.header.metadata
@@ -182,11 +183,15 @@ def _query(rest: str, known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     try:
         pairs = parse.parse_qsl(query, keep_blank_values=True, strict_parsing=True)
     except ValueError as error:
-        raise errors.ConfigError(f"model URI: query {query!r}: {error}; wanted key=value&key=value") from None
+        raise errors.ConfigError(
+            f"model URI: query {query!r}: {error}; wanted key=value&key=value after a '?', which no path may have"
+        ) from None
     values: dict[str, str] = {}
     for key, text in pairs:
         if key not in known or key in values:
-            raise errors.ConfigError(f"model URI: got {key!r} twice or unknown, wanted {', '.join(known)}")
+            raise errors.ConfigError(
+                f"model URI: got {key!r} twice or unknown, wanted {', '.join(known)}; a '?' begins these"
+            )
         values[key] = text
     return head, values
 
@@ -202,15 +207,22 @@ def _random_config(rest: str) -> tuple[config_lib.GemmaConfig, int]:
     return random_init.cut(configurations.get(name), **values), seed
 
 
-def _directory_template(directory: pathlib.Path) -> str:
+def _template(directory: pathlib.Path) -> str:
     """The chat template in a directory, or "" where it has none."""
     for name in _TEMPLATE_FILES:
         path = directory / name
         if path.is_file():
-            found = path.read_text() if path.suffix == ".jinja" else files.read_json(path).get("chat_template")
+            found = _text(path) if path.suffix == ".jinja" else files.read_json(path).get("chat_template")
             if found:
                 return str(found)
     return ""
+
+
+def _text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise errors.TokenizerError(f"{path}: is not UTF-8 text ({error}); fetch it again, or use ?chat=NAME") from None
 
 
 def _chat(
@@ -231,8 +243,8 @@ def _chat(
     own = chat_lib.start_of_turn(config.family)
     if own not in tokenizer.controls:
         raise errors.TokenizerError(
-            f"{origin}: got a tokenizer without the piece {own!r}, wanted that of a Gemma {config.family}; put the "
-            "model's own in place of the one that was found in its directory or beside it"
+            f"{origin}: got a tokenizer without the piece {own!r}, wanted that of a Gemma {config.family}: in a "
+            "directory, put the model's own in place of the one found in it or beside it; convert a GGUF file again"
         )
     controls = set(tokenizer.controls.values())  # No text becomes one, so one without a row does no harm.
     without = [token for token in range(config.vocab_size, tokenizer.vocab_size) if token not in controls]
@@ -240,6 +252,11 @@ def _chat(
         raise errors.TokenizerError(
             f"{origin}: got a tokenizer of {tokenizer.vocab_size} pieces, of which {len(without)} have no row among "
             f"the {config.vocab_size} of the model; wanted the model's own tokenizer"
+        )
+    if config.vocab_size - tokenizer.vocab_size > _MOST_SPARE_ROWS:  # Gemma 1 and 2 spell their turns as 3 does.
+        raise errors.TokenizerError(
+            f"{origin}: got a tokenizer of {tokenizer.vocab_size} pieces for {config.vocab_size} rows of the model, "
+            f"wanted at most {_MOST_SPARE_ROWS} fewer; use the model's own tokenizer"
         )
     style = _style(template, config, origin) if style is None else style
     if chat_lib.family_of(style) not in (None, config.family):
@@ -258,5 +275,6 @@ def _style(template: str, config: config_lib.GemmaConfig, origin: str) -> str:
     if "<start_of_turn>" in template:
         return chat_lib.GEMMA3
     raise errors.TokenizerError(
-        f"{origin}: has a chat template without <start_of_turn> or <|turn>; wanted that of Gemma 3 or Gemma 4"
+        f"{origin}: has a chat template without <start_of_turn> or <|turn>; wanted that of Gemma 3 or Gemma 4, or "
+        "?chat=NAME"
     )

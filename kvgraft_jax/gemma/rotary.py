@@ -118,8 +118,8 @@ def rotary_tables_f32(frequency_R: np.ndarray, num_positions: int) -> tuple[np.n
     rows = max(1, _BLOCK_ELEMENTS // len(frequency_R))
     for start in range(0, num_positions, rows):
         block = slice(start, start + rows)
-        wide_BxR = (position_Sx1[block] * frequency_R).astype(np.float64)
-        cos_SxR[block], sin_SxR[block] = np.cos(wide_BxR), np.sin(wide_BxR)
+        wide_TxR = (position_Sx1[block] * frequency_R).astype(np.float64)
+        cos_SxR[block], sin_SxR[block] = np.cos(wide_TxR), np.sin(wide_TxR)
     return cos_SxR, sin_SxR
 
 

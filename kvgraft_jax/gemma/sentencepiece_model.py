@@ -21,8 +21,9 @@ CONTROL_NAME = re.compile(
     r"|(?:turn|tool|tool_call|tool_response|channel|image|audio)\|"
     r"|\|(?:think|image|audio|video|\")\|)>"
 )
-_USER_DEFINED_CONTROL = re.compile(
-    rb"(\x0a.(?:" + CONTROL_NAME.pattern.encode() + rb")\x15.{4}\x18)" + bytes([USER_DEFINED]), re.DOTALL
+_UNTYPED_CONTROL = re.compile(
+    rb"(\x0a.(?:" + CONTROL_NAME.pattern.encode() + rb")\x15.{4}\x18)[" + bytes([NORMAL, USER_DEFINED]) + rb"]",
+    re.DOTALL,
 )
 
 
@@ -69,7 +70,7 @@ def build(
 
 def isolate_controls(model: bytes) -> bytes:
     """The serialised model with Gemma's control pieces typed as control, so that no plain text encodes to them."""
-    return _USER_DEFINED_CONTROL.sub(lambda match: match[1] + bytes([CONTROL]), model)
+    return _UNTYPED_CONTROL.sub(lambda match: match[1] + bytes([CONTROL]), model)
 
 
 def _varint(number: int) -> bytes:

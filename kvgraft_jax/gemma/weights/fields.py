@@ -28,12 +28,14 @@ class Fields:
         self._known: set[str] = set()
         self._ignored: set[str] = set()
         self._reserved: set[str] = set()
+        self._used: dict[str, object] = {}
 
     def take(self, key: str, default: object = None) -> object:
         """The value; `default` where it is missing or null."""
         self._known.add(key)
         value = self.values.get(key)
-        return default if value is None else value
+        self._used[key] = default if value is None else value
+        return self._used[key]
 
     def wrong(self, key: str, value: object, wanted: str) -> None:
         """Notes a value that is not accepted."""
@@ -65,7 +67,7 @@ class Fields:
     def only(self, key: str, *accepted: object) -> None:
         """Notes any other value than these; missing is accepted."""
         self._known.add(key)
-        value = self.values.get(key, accepted[0])
+        value = self._used[key] = self.values.get(key, accepted[0])
         if isinstance(value, np.ndarray) or value not in accepted:
             self.wrong(key, value, " or ".join(map(repr, accepted)))
 
@@ -87,7 +89,7 @@ class Fields:
         unknown += [
             f"{key} = {_short(value)} beside text_config, wanted inside"
             for key, value in self.around.items()
-            if key in self._known | self._reserved and value is not None and value != self.values.get(key)
+            if key in self._known | self._reserved and value is not None and value != self._used.get(key)
         ]
         if unknown or self.problems:
             raise errors.ConfigError(
@@ -101,8 +103,9 @@ class Fields:
         if key not in self.values or (may_be_null and self.values[key] is None):
             if default is None:
                 self.problems.append(f"missing {key}")
+            self._used[key] = default
             return 1 if default is None else default
-        value = self.values[key]
+        value = self._used[key] = self.values[key]
         if type(value) not in kinds:
             self.wrong(key, value, wanted)
             return 1

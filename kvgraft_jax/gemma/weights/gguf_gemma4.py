@@ -55,7 +55,7 @@ def parse(
     fields.check()
     values_of = {f"blk.{i}.attn_v.weight" for i in range(num_owning) if is_full[i]}
     values_are_keys = values["per_layer"] is None and bool(values_of) and values_of.isdisjoint(tensors)
-    is_12b = num_layers == _LAYERS_OF_12B and vocab_size > max(_SUPPRESSED_BY_12B)
+    is_12b = num_layers == _LAYERS_OF_12B
     return config_lib.GemmaConfig(
         name=name,
         vocab_size=vocab_size,
