@@ -8,7 +8,7 @@ Command (with a new or empty folder):
 
 Expected: seven checks hold; whole_keys_back_by_luck 0; a rotation by 0 changes 54,062 and 34,107 keys, in the signs of
 zeros.
-Time, measured on two cores: 2,052 s at the lowest priority beside other work, 243 s of them on a processor.
+Time, measured on two cores: 469 s beside other work.
 """
 
 import ml_collections
