@@ -128,8 +128,6 @@ def test_what_key_pairs_separate_by_definition(count):
         for other in range(21)
         if other != p and not (codes.merged_MxS[:, p] & codes.parted_MxS[:, other]).any()
     ]
-    found_S = collisions.separates_all(codes)
-    assert found_S.tolist() == [p > 0 and p not in {first for first, _ in confused} for p in range(21)]
     assert collisions.num_confused(codes) == len(confused)
 
 

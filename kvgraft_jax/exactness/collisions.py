@@ -83,17 +83,6 @@ def collision_codes(encoding: encodings.Encoding, rule: str, key_pairs_Mx4: np.n
     return Codes(merged_MxS, parted_MxS)
 
 
-def separates_all(codes: Codes) -> np.ndarray:
-    """Whether a position's key decides no other position's key: bool [S], of position 0 always False.
-
-    Exact: true at p if, for every other p' below S, some key pair is merged at p and parted at p'.
-    """
-    separates_S = np.zeros(codes.merged_MxS.shape[1], bool)
-    for position, confused_S in _confused(codes):
-        separates_S[position] = not confused_S.any()
-    return separates_S
-
-
 def num_confused(codes: Codes) -> int:
     """How many ordered pairs of a position p from 1 and another one p' no key pair tells apart."""
     return sum(int(confused_S.sum()) for _, confused_S in _confused(codes))
