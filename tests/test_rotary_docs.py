@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -244,6 +245,29 @@ def test_zero_pairs_keep_their_value_and_not_their_sign(scheme):  # E3
     moved = keys.rerotated_key(stored, table, 1, scheme)
     assert not moved.any() and not fresh.any()
     assert int(bits.bit_difference_count(moved, fresh)) == 4
+
+
+@pytest.mark.parametrize("scheme", keys.SCHEMES, ids=lambda scheme: scheme.name)
+def test_zeros_of_either_sign_have_no_decoder(scheme):  # E3
+    num_positions, zeros = 64, ((0.0, 0.0), (0.0, -0.0), (-0.0, 0.0), (-0.0, -0.0))
+    table = tables_lib.make_table(encodings.LOCAL256, num_positions)
+    k_raw_TxH = np.zeros((len(zeros), 256), jnp.dtype(scheme.raw))
+    k_raw_TxH[:, [0, 128]] = zeros
+    signs = []
+    for position in range(num_positions):
+        pair_Tx2 = np.asarray(keys.fresh_key(jnp.asarray(k_raw_TxH), table, position, scheme))[:, [0, 128]]
+        assert not pair_Tx2.any()
+        signs.append([tuple(map(bool, sign_2)) for sign_2 in np.signbit(pair_Tx2)])
+        c, s = (x_SxR[position, 0] for x_SxR in (table.cos_SxR, table.sin_SxR))
+        assert signs[-1][0] == (c < 0 < s, c < 0 and s < 0)  # (+0, +0): known from the position.
+    two_zeros = list(itertools.combinations(range(len(zeros)), 2))
+    undecided = [
+        (p, other)
+        for p, other in itertools.permutations(range(num_positions), 2)
+        if p and any(signs[p][a] == signs[p][b] and signs[other][a] != signs[other][b] for a, b in two_zeros)
+    ]
+    assert signs[1][0] == signs[1][1] and signs[2][0] != signs[2][1]
+    assert f"for {len(undecided):,} of {(num_positions - 1) ** 2:,} ordered pairs" in TEXT
 
 
 def test_a_half_turn_loses_small_components():  # E7
