@@ -1,7 +1,7 @@
 """Checks the exactness theorems of rotary encoding with integers alone; imports nothing but the standard library.
 
-  python -m experiments.check_certificate no-decoder FILE [--positions N]   T5: no function of a key stored at p >= 1 moves it
-  python -m experiments.check_certificate shift N [--scale 8]               T2: re-rotation by d fails from some p >= 1, 0 < |d| < N
+  python -m experiments.check_certificate no-decoder FILE [--positions N]   T5: no function moves a key stored at p >= 1
+  python -m experiments.check_certificate shift N [--scale 8]               T2: re-rotation by d fails, 0 < |d| < N
   python -m experiments.check_certificate value-flip N                      T6: a value at layer 1 flips, 0 < |d| < N
 
 Angles, cosines and sines are computed here, with 160 binary digits. Rules; under each, p = 0 keeps the key as it is:
