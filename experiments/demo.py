@@ -13,15 +13,14 @@ import dataclasses
 import pathlib
 import re
 import shutil
-import sys
 import tempfile
 import time
 
 from absl import flags
-import tqdm
 
 from experiments import demo_knowledge, graft_exactness, harness
 import kvgraft_jax as kg
+from kvgraft_jax import progress
 
 MODEL = "package:gemma-3-270m"
 DTYPE = "bfloat16"
@@ -183,8 +182,7 @@ def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def say(text: str) -> None:
     """Prints at once, also into a pipe."""
-    tqdm.tqdm.write(text)
-    sys.stdout.flush()
+    progress.print_line(text)
 
 
 def _short(text: str, limit: int) -> str:

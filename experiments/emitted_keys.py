@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 from matplotlib import figure as figure_lib
 import numpy as np
-import tqdm
 
 from experiments import corpus as corpus_lib
 from experiments import harness, real_keys, rotary_parts
 import kvgraft_jax as kg
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.exactness import bits, decoders, keys, tables
 from kvgraft_jax.gemma import config as config_lib
 
@@ -152,13 +151,13 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         emitted = len(kind.layers) * kind.attention.num_kv_heads * settings.texts * (settings.text_tokens - 1)
         if emitted < settings.min_keys:
             raise errors.ConfigError(f"min_keys: {kind.name} layers emit {emitted} keys, wanted {settings.min_keys}")
-    raw = [real_keys.raw_keys(engine, text) for text in tqdm.tqdm(texts, desc="texts", unit="text")]
+    raw = [real_keys.raw_keys(engine, text) for text in progress.each(texts, description="texts", unit="text")]
     unlike_the_step = _unlike_the_step(engine, texts[0], raw[0])
     rows, best_rows, from_0, pair_tables = [], [], [], {}
     for kind in kinds:
         table = real_keys.make_table(kind.attention, settings.num_positions)
         found: dict[tuple[int, str], Luck] = {}
-        for layer in tqdm.tqdm(kind.layers, desc=kind.name, unit="layer"):
+        for layer in progress.each(kind.layers, description=kind.name, unit="layer"):
             k_raw_BxTxKxH = np.stack([layers[layer] for layers in raw])
             for move, luck in _move(settings, table, k_raw_BxTxKxH[:, 1:]):
                 found[move] = found[move] + luck if move in found else luck

@@ -16,12 +16,11 @@ import tempfile
 
 from matplotlib import figure as figure_lib
 import numpy as np
-import tqdm
 
 from experiments import corpus as corpus_lib
 from experiments import harness
 import kvgraft_jax as kg
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.grafting import compare
 
 RECIPIENT = "--recipient"
@@ -192,8 +191,8 @@ def recipient(scratch: pathlib.Path) -> int:
     engine = kg.Engine(model, capacity=capacity, width=settings.width, kv_block=settings.kv_block)
     logits_LxV = np.load(scratch / _LOGITS, mmap_mode="r")
     rows = []
-    progress = tqdm.tqdm(job["samples"], desc="grafted", unit="sample")
-    for sample, artifact_id, logits_V in zip(progress, job["artifact_ids"], logits_LxV, strict=True):
+    with_progress = progress.each(job["samples"], description="grafted", unit="sample")
+    for sample, artifact_id, logits_V in zip(with_progress, job["artifact_ids"], logits_LxV, strict=True):
         try:
             state = engine.graft(kg.load_artifact(scratch / _STORE, artifact_id))
             tail = sample["token_ids"][sample["cut"] :]
@@ -214,7 +213,7 @@ def _donate(
     shape = (len(samples), engine.model.config.vocab_size)
     logits_LxV = np.lib.format.open_memmap(scratch / _LOGITS, mode="w+", dtype=np.float32, shape=shape)
     artifact_ids, fresh = [], []
-    for number, sample in enumerate(tqdm.tqdm(samples, desc="fresh", unit="sample")):
+    for number, sample in enumerate(progress.each(samples, description="fresh", unit="sample")):
         donor = engine.prefill(sample.token_ids[: sample.cut])
         artifact = engine.capture(donor, provenance={"experiment": "graft_exactness", "sample": number})
         artifact_ids.append(kg.save_artifact(artifact, scratch / _STORE))

@@ -27,7 +27,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 import kvgraft_jax as kg
-from kvgraft_jax import errors
+from kvgraft_jax import errors, progress
 from kvgraft_jax import pin as pin_lib
 
 HOLDS, FAILS, REFUSED, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
@@ -115,10 +115,10 @@ def guard(name: str, run: Callable[[], int]) -> int:
     except (OSError, MemoryError) as error:
         return _refuse(name, f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        progress.say(f"{name}: interrupted")
         return INTERRUPTED
     except Exception:
-        traceback.print_exc()
+        progress.say(traceback.format_exc())
         return _refuse(name, "stopped by the error above, which is a mistake in the program")
 
 
@@ -215,7 +215,7 @@ def run_module(module: str, *arguments: str) -> None:
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE) as process:
         while chunk := process.stderr.read1().decode(errors="replace"):
-            sys.stderr.write(chunk)
+            progress.write(chunk)
             said = (said + chunk)[-4000:]
     if process.returncode:
         reason = said.strip().splitlines()[-1:] or ["without a word"]
@@ -251,7 +251,7 @@ def _parse(name: str, argv: list[str]) -> list[str]:
 
 
 def _refuse(name: str, message: str) -> int:
-    print(f"{name}: {message}", file=sys.stderr)
+    progress.say(f"{name}: {message}")
     return REFUSED
 
 

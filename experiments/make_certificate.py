@@ -15,10 +15,9 @@ import pathlib
 
 from absl import flags
 import numpy as np
-import tqdm
 
 from experiments import check_certificate, harness
-from kvgraft_jax import errors
+from kvgraft_jax import errors, progress
 from kvgraft_jax.exactness import collisions, encodings
 
 SAMPLE = 1 << 14
@@ -58,7 +57,7 @@ def find_key_pairs(
     diagonal_S = np.arange(num_positions)
     open_SxW[diagonal_S, diagonal_S // 8] &= ~(128 >> diagonal_S % 8).astype(np.uint8)
     chosen = []
-    with tqdm.tqdm(unit=" key pairs", desc=f"{encoding.name} {rule}") as bar:
+    with progress.bar(unit=" key pairs", description=f"{encoding.name} {rule}") as bar:
         while len(sample_Tx2 := _sample(rng, open_SxW)):
             covers_TxV = merged_SxV[sample_Tx2[:, 0]] & parted_SxV[sample_Tx2[:, 1]]
             enough = len(covers_TxV) // _LEAVE if len(covers_TxV) == SAMPLE else 0

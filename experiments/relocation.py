@@ -16,12 +16,11 @@ import dataclasses
 import pathlib
 
 import numpy as np
-import tqdm
 
 from experiments import corpus as corpus_lib
 from experiments import harness, real_keys, relocated, relocation_plots, rotary_parts
 import kvgraft_jax as kg
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.exactness import keys
 from kvgraft_jax.gemma import rotary as rotary_lib
 from kvgraft_jax.gemma import step as step_lib
@@ -113,7 +112,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         held = model if dtype == settings.dtype else kg.load_model(settings.model, dtype)
         engine = kg.Engine(held, capacity=max(map(len, texts)), width=settings.width, kv_block=settings.kv_block)
         pins[dtype] = engine.pin
-        for text in tqdm.tqdm(texts, desc=dtype, unit="text"):
+        for text in progress.each(texts, description=dtype, unit="text"):
             for cell, measurement in _measure(settings, engine, text):
                 cells.setdefault(cell, []).append(measurement)
         refusals += sum(_refuses(engine, texts[0], shift) for shift in settings.shifts if shift)

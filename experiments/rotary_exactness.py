@@ -14,11 +14,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 
 from experiments import harness, rotary_pairs, rotary_parts, rotary_plots
 import kvgraft_jax as kg
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.exactness import bits, collisions, encodings, keys, laws, tables
 
 KV_BLOCK = 32
@@ -104,7 +103,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
     longest = max(settings.value_shifts) + settings.text_tokens + KV_BLOCK
     engine = kg.Engine(model, capacity=longest, kv_block=KV_BLOCK)
     rows, swept, raw = [], {}, {}
-    for name in tqdm.tqdm(settings.encodings, desc="encodings", unit="encoding"):
+    for name in progress.each(settings.encodings, description="encodings", unit="encoding"):
         encoding = encodings.get(name)
         table = tables.make_table(encoding, settings.num_positions)
         raw[name] = _keys(settings, encoding)

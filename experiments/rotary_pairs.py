@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 
 from experiments import rotary_parts
+from kvgraft_jax import progress
 from kvgraft_jax.exactness import collisions, encodings, keys, pair_keys, tables
 
 _DRAWS = 24
@@ -24,7 +24,7 @@ def measure(num_shifts: int, num_positions: int, num_rows: int, seed: int) -> tu
     """
     shift_row = _shifts(num_shifts)
     decoder_rows, table_rows = [], []
-    for encoding in tqdm.tqdm(encodings.CERTIFIED, desc="float32 program", unit="encoding"):
+    for encoding in progress.each(encodings.CERTIFIED, description="float32 program", unit="encoding"):
         decoder_rows.append(_decoder(encoding, num_positions, seed))
         table_rows += _rows(encoding, num_rows)
     undecided = sum(row["without_witness"] for row in decoder_rows)

@@ -15,12 +15,11 @@ import tempfile
 
 from matplotlib import figure as figure_lib
 import numpy as np
-import tqdm
 
 from experiments import corpus as corpus_lib
 from experiments import detectors, harness, schedules
 import kvgraft_jax as kg
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, progress
 
 _PLOTTED = 60
 
@@ -88,7 +87,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
     ]
     rows, reference, difference = [], None, {}
     with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as store:
-        for number, schedule in enumerate(tqdm.tqdm(drawn, desc="schedules", unit="schedule", mininterval=0.5)):
+        for number, schedule in enumerate(progress.each(drawn, description="schedules", unit="schedule")):
             outcome = schedules.run(schedule, engines, token_ids, checkpoints, pathlib.Path(store))
             reference = reference or outcome
             rows.append(_row(number, schedule, outcome))
@@ -96,9 +95,9 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
                 notes = schedules.first_difference(reference, outcome, checkpoints)
                 difference = {"schedule": number, **notes}
     tries = list(
-        tqdm.tqdm(
+        progress.each(
             detectors.run(engine, token_ids, checkpoints, reference),
-            desc="detectors",
+            description="detectors",
             unit="try",
         )
     )

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import sys
 import tempfile
 import time
 import typing
@@ -22,7 +21,7 @@ from experiments.benchmark import memory as memory_lib
 from experiments.benchmark import ours as ours_lib
 from experiments.benchmark import peer as peer_lib
 import kvgraft_jax as kg
-from kvgraft_jax import digest
+from kvgraft_jax import digest, progress
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import pin as pin_lib
 
@@ -275,4 +274,4 @@ def _once(work: Callable[[], _Result]) -> tuple[_Result, float]:
 
 
 def _say(stage: str) -> None:
-    print(f"bench: {stage}", file=sys.stderr, flush=True)
+    progress.say(f"bench: {stage}")

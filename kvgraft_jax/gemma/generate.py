@@ -11,9 +11,9 @@ import operator
 
 import jax
 import numpy as np
-import tqdm
 
 from kvgraft_jax import errors
+from kvgraft_jax import progress as progress_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary
 from kvgraft_jax.gemma import step as step_lib
@@ -126,7 +126,7 @@ def run(
     """
     width = runner.programs.config.width
     hidden_TxD, lane = None, 0
-    with tqdm.tqdm(total=len(token_ids), unit="tok", disable=not progress, leave=False) as bar:
+    with progress_lib.bar(len(token_ids), unit="tok", stays=False, is_shown=progress) as bar:
         for first in range(0, len(token_ids), width):
             chunk = token_ids[first : first + width]
             tokens_T = step_lib.pad_tokens(chunk, width)

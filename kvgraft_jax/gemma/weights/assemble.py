@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import dataclasses
 import math
-import sys
 
 import jax
 from jax import sharding
 import numpy as np
-import tqdm
 
 from kvgraft_jax import digest as digest_lib
-from kvgraft_jax import errors
+from kvgraft_jax import errors, progress
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import placement
 from kvgraft_jax.gemma.weights import layout, memory
@@ -85,14 +83,15 @@ def collect(
     needed = sum(placement.share_bytes(p.shape, dtype, placement.of_parameter(mesh, p)) for p in parameters)
     memory.check(origin, needed, placement.devices(mesh), "the parameters alone", "a smaller model")
     leaves, digests = {}, {}
-    if total > _PROGRESS_BYTES and not sys.stderr.isatty():
-        print(f"kvgraft_jax: loading {origin} ({total / 1e6:.0f} MB)", file=sys.stderr)
-    # disable=None: no bar where stderr is no terminal.
-    hide = None if total > _PROGRESS_BYTES else True
-    with tqdm.tqdm(total=total, desc="weights", unit="B", unit_scale=True, delay=1.0, disable=hide) as progress:
+    is_large, is_terminal = total > _PROGRESS_BYTES, progress.is_terminal()
+    if is_large and not is_terminal:
+        progress.say(f"kvgraft_jax: loading {origin} ({total / 1e6:.0f} MB)")
+    with progress.bar(
+        total, description="weights", unit="B", in_thousands=True, delay=1.0, is_shown=is_large and is_terminal
+    ) as bar:
         for parameter in parameters:
             leaves[parameter.path], digests[parameter.path] = load(parameter)
-            progress.update(leaves[parameter.path].nbytes)
+            bar.update(leaves[parameter.path].nbytes)
     return Assembled(layout.nest(leaves), params_digest(digests))
 
 
