@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         WeightsError,
         WindowError,
     )
-    from kvgraft_jax.gemma.chat import Message
     from kvgraft_jax.gemma.model import Model, load_model
     from kvgraft_jax.gemma.placement import make_mesh
     from kvgraft_jax.gemma.state import State
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from kvgraft_jax.grafting.compare import Comparison, compare
     from kvgraft_jax.grafting.storage import list_artifacts, load_artifact, save_artifact
     from kvgraft_jax.pin import Pin, diff
+    from kvgraft_jax.text.chat import Message
 
 _ERRORS = (
     "ArtifactNotFound",

@@ -9,10 +9,10 @@ import pytest
 
 from experiments.benchmark import export
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import chat as chat_lib
 from kvgraft_jax.gemma import model
-from kvgraft_jax.gemma import tokenizer as tokenizer_lib
 from kvgraft_jax.gemma.weights import gguf_header, package
+from kvgraft_jax.text import chat as chat_lib
+from kvgraft_jax.text import tokenizer as tokenizer_lib
 from tests import checkpoints, tiny_tokenizers
 
 TURNS = "<start_of_turn>user\nHello<end_of_turn>\n<start_of_turn>model\n"

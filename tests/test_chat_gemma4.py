@@ -11,10 +11,11 @@ import pytest
 
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import chat as chat_lib
-from kvgraft_jax.gemma import generate, sentencepiece_model
+from kvgraft_jax.gemma import generate
 from kvgraft_jax.gemma import model as model_lib
-from kvgraft_jax.gemma import tokenizer as tokenizer_lib
+from kvgraft_jax.text import chat as chat_lib
+from kvgraft_jax.text import sentencepiece_model
+from kvgraft_jax.text import tokenizer as tokenizer_lib
 from tests import tiny, tiny_tokenizers
 
 SYSTEM, USER = chat_lib.Message("system", " Be brief.\n"), chat_lib.Message("user", " Hello\n")

@@ -113,7 +113,8 @@ def test_every_marker_is_described():
 
 
 def test_what_a_uri_can_say_is_described():
-    from kvgraft_jax.gemma import chat, configurations, model
+    from kvgraft_jax.gemma import configurations, model
+    from kvgraft_jax.text import chat
 
     names = [*configurations.CONFIGURATIONS, *chat._STYLES, *model._CUTS, "hf:", "gguf:", "orbax:", "package:"]
     names += [f"{key}=NAME" for keys in model._OPTIONS.values() for key in keys] + ["random:", "seed="]
@@ -134,8 +135,8 @@ def test_the_memory_table_is_right():
 
 
 def test_the_chat_example_runs(tmp_path, monkeypatch, capsys):
-    from kvgraft_jax.gemma import chat as chat_lib
-    from kvgraft_jax.gemma import tokenizer as tokenizer_lib
+    from kvgraft_jax.text import chat as chat_lib
+    from kvgraft_jax.text import tokenizer as tokenizer_lib
 
     monkeypatch.chdir(tmp_path)
     tokenizer = tokenizer_lib.from_json(tiny_tokenizers.tokenizer_json(), "tokenizer.json")

@@ -13,7 +13,7 @@ from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import model as model_lib
-from kvgraft_jax.gemma import tokenizer as tokenizer_lib
+from kvgraft_jax.text import tokenizer as tokenizer_lib
 from tests import checkpoints, tiny, tiny_tokenizers
 from tests import orbax_checkpoints as written
 

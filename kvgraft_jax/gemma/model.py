@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import errors, host_memory
-from kvgraft_jax.gemma import chat as chat_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations, placement
-from kvgraft_jax.gemma import tokenizer as tokenizer_lib
 from kvgraft_jax.gemma.weights import (
     assemble,
     files,
@@ -27,6 +25,8 @@ from kvgraft_jax.gemma.weights import (
     safetensors_file,
 )
 from kvgraft_jax.gemma.weights import source as source_lib
+from kvgraft_jax.text import chat as chat_lib
+from kvgraft_jax.text import tokenizer as tokenizer_lib
 
 _DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
 _CUTS = (

@@ -20,8 +20,8 @@ import tensorstore
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
-from kvgraft_jax.gemma import tokenizer as tokenizer_lib
 from kvgraft_jax.gemma.weights import deepmind_names, files, layout
+from kvgraft_jax.text import tokenizer as tokenizer_lib
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.float16))
 _WRAPPERS = ("params", "rlx_networks", "policy_network", "transformer")

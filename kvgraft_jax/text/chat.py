@@ -8,7 +8,7 @@ import re
 from typing import NamedTuple
 
 from kvgraft_jax import digest, errors
-from kvgraft_jax.gemma import tokenizer as tokenizer_lib
+from kvgraft_jax.text import tokenizer as tokenizer_lib
 
 GEMMA3 = "gemma3"
 GEMMA4 = "gemma4"

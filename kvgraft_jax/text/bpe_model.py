@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import json
 
-from kvgraft_jax.gemma import sentencepiece_model
+from kvgraft_jax.text import sentencepiece_model
 
 
 def build(pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], unk_id: int) -> bytes:

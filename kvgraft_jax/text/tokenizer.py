@@ -15,8 +15,8 @@ import sentencepiece
 import tokenizers
 
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import bpe_model, sentencepiece_model
 from kvgraft_jax.gemma.weights import gguf_header
+from kvgraft_jax.text import bpe_model, sentencepiece_model
 
 _CANDIDATE = re.compile(r"<[^<>]*>")
 _LITERAL_SPACE = re.compile("(?<=[ \u2581])(?=\u2581)|(?<=\u2581)(?= )")
