@@ -10,58 +10,67 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import platform
+import re
+import shlex
 import sys
 from typing import Any
 
-from kvgraft_jax import errors
+from kvgraft_jax import digest, errors, remembered, xla_flags
 
 COMMON_FLAGS = ("--xla_allow_excess_precision=false",)
 GPU_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_experimental_force_split_k=1")
+_CUDA = (12, 13)
 PORTABLE_CPU_FLAG = "--xla_cpu_enable_platform_dependent_math=false"
 
-# Flags that move files or logs about, never a bit of a result: they stay out of the pin.
-_INERT_PREFIXES = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_hlo_profile")
-# Instruction-set extensions that change which CPU kernels run.
-_CPU_FEATURES = ("avx", "amx", "fma", "f16c", "sse4", "neon", "asimd", "sve", "bf16", "i8mm", "fphp", "sme")
+# Extensions of the instruction set that change which kernels run, by architecture; of other architectures, all.
+_X86 = re.compile(r"avx\w*|amx_\w+|fma4?|f16c|sse\w*|ssse3|xop")
+_ARM = re.compile(r"asimd\w*|sve\w*|sme\w*|neon|fphp|i8mm|\w*bf16")
+_INSTRUCTIONS = {"x86_64": _X86, "AMD64": _X86, "i686": _X86, "aarch64": _ARM, "arm64": _ARM, "armv7l": _ARM}
 
 
 def required_flags() -> tuple[str, ...]:
-    """The flags that this machine needs: the common ones, and the GPU ones where a CUDA plugin is installed."""
-    has_cuda = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    """Returns the flags that this machine needs: the common ones, and with a CUDA plugin those for GPUs."""
+    has_cuda = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in _CUDA)
     return COMMON_FLAGS + (GPU_FLAGS if has_cuda else ())
 
 
 def configure() -> None:
     """Puts the required flags into XLA_FLAGS; call it before jax starts a backend. Idempotent.
 
+    Where the variable names a file, the flags in it take the place of its name.
+
     Raises:
-      DeterminismError: a flag is set to another value, or a backend already runs without the flags; the message
-        holds the exact line to export.
+      DeterminismError: a flag is set to another value or makes bits depend on the number of threads, the file of flags
+        cannot be read, or a backend already runs without the flags; the message says what to do.
     """
-    values = _flags()
+    flags = xla_flags.in_environment()
+    xla_flags.check(flags)
     missing = []
     for flag in required_flags():
-        name, _, value = flag.partition("=")
-        if name not in values:
+        name, found = flag.partition("=")[0], xla_flags.value_of(flags, flag.partition("=")[0])
+        if found is None:
             missing.append(flag)
-        elif values[name].lower() not in _spellings(value):
+        elif f"{name}={found}" != xla_flags.canonical(flag):
             raise errors.DeterminismError(
-                f"XLA_FLAGS has {name}={values[name]}, but bit-exact K/V grafts need {flag}.\n{_export_line(values)}"
+                f"XLA_FLAGS has {name}={found}, but bit-exact K/V grafts need {flag}.\n{_export_line(flags)}"
             )
     is_first = _flags_when_configured.cache_info().currsize == 0
     if is_first and _backends_started() and _changed_since_start():
         raise errors.DeterminismError(
             "XLA_FLAGS was changed in this process and a backend of jax runs already, so nobody can tell which flags "
-            f"it read. Import kvgraft_jax's engine first, or start Python with\n{_export_line(values)}"
+            f"it read. Import kvgraft_jax's engine first, or start Python with\n{_export_line(flags)}"
         )
     if missing and _backends_started():
         raise errors.DeterminismError(
             f"jax started its backend before kvgraft_jax could set {' '.join(missing)}.\n"
-            f"Import kvgraft_jax's engine first, or start Python with\n{_export_line(values)}"
+            f"Import kvgraft_jax's engine first, or start Python with\n{_export_line(flags)}"
         )
-    if missing:
-        os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *missing])
+    named = xla_flags.names_file(os.environ.get(xla_flags.VARIABLE, ""))
+    if missing or (named and not _backends_started()):
+        # Written anew: a file's name takes no more flags, and XLA passes over what stands behind a word that is none.
+        os.environ[xla_flags.VARIABLE] = xla_flags.spell([*flags, *missing])
     _flags_when_configured()
 
 
@@ -105,17 +114,17 @@ def assert_in_force() -> None:
     if (found.view(np.uint32) & 0xFFFF).any():  # more bits than a bfloat16 has
         raise errors.DeterminismError(
             "the running XLA backend skips bfloat16 roundings, so it started before the flags were set.\n"
-            f"Start Python with\n{_export_line(_flags())}"
+            f"Start Python with\n{_export_line(xla_flags.in_environment())}"
         )
 
 
 def flags_in_force() -> list[str]:
-    """The flags of XLA_FLAGS that can change a result, sorted; the last of a repeated flag counts, as in XLA.
+    """Returns the flags of XLA_FLAGS that can change a result, as `xla_flags.deciding` gives them.
 
     Raises:
       DeterminismError: the variable changed after `configure()`, so it may not say what the backend runs with.
     """
-    then, now = _flags_when_configured(), _deciding(_flags())
+    then, now = _flags_when_configured(), _deciding()
     if then != now:
         raise errors.DeterminismError(
             f"XLA_FLAGS changed after kvgraft_jax's engine was imported, from {' '.join(then)!r} to {' '.join(now)!r}; "
@@ -125,30 +134,64 @@ def flags_in_force() -> list[str]:
 
 
 def environment(device: Any) -> dict[str, Any]:
-    """What the pin records of the machine and its software, as plain JSON data.
+    """Returns what the pin records of the machine and its software, as plain JSON data.
 
     Args:
       device: the jax device that computes.
 
-    The CPU is recorded (model and instruction-set extensions) only where its kernels decide the bits: on the CPU
-    backend, unless the portable flag switches machine-dependent kernels off.
+    The processor stands in it on every platform and under every flag. The compiler chooses CPU code by its instruction
+    set even where the portable flag turns machine-dependent kernels off: code without fused multiply-add rounds
+    otherwise. In front of a GPU it computes the rotary tables.
+
+    Raises:
+      DeterminismError: XLA_FLAGS changed, or the compiled library cannot be read.
     """
     import jax
 
-    flags = flags_in_force()
-    cpu = cpu_description() if device.platform == "cpu" and PORTABLE_CPU_FLAG not in flags else None
     return {
         "platform": device.platform,
         "device_kind": device.device_kind,
-        "cpu": cpu,
+        "cpu": cpu_description(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "xla_flags": flags,
+        "library": library_digest(),
+        "xla_flags": flags_in_force(),
     }
 
 
+@functools.cache
+def library_digest() -> str:
+    """Returns one SHA-256 (hex) over the compiled libraries of jaxlib and of the CUDA plugins that are installed.
+
+    Two builds of one version differ here. The files, some 350 MB, are hashed once and remembered in the cache
+    directory: two seconds the first time, a millisecond later.
+
+    Raises:
+      DeterminismError: a file cannot be read.
+    """
+    found = {}
+    try:
+        for package in ("jaxlib", *(f"jax_cuda{version}_{part}" for version in _CUDA for part in ("plugin", "pjrt"))):
+            for path in _compiled_files(package):
+                found[f"{package}/{path.name}"] = remembered.file_digest(path)
+        for path in _compiled_files("jax_plugins", "*/*.so"):
+            found[f"{path.parent.name}/{path.name}"] = remembered.file_digest(path)
+    except OSError as error:
+        raise errors.DeterminismError(
+            f"the compiled library of jax cannot be read ({error}), so no pin can name it; install jax again"
+        ) from error
+    return digest.json_digest(found)
+
+
+def _compiled_files(package: str, pattern: str = "*.so") -> list[pathlib.Path]:
+    spec = importlib.util.find_spec(package)
+    places = (spec.submodule_search_locations if spec else None) or ()
+    return sorted(path for place in places for path in pathlib.Path(place).glob(pattern))
+
+
+@functools.cache
 def cpu_description() -> dict[str, Any]:
-    """This CPU's architecture, model and the instruction-set extensions that choose kernels."""
+    """Returns this CPU's architecture, model and the instruction-set extensions that choose kernels."""
     fields: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -162,32 +205,30 @@ def cpu_description() -> dict[str, Any]:
     return {
         "architecture": platform.machine(),
         "model": " ".join(part for part in model if part),
-        "instructions": sorted(feature for feature in features if any(part in feature for part in _CPU_FEATURES)),
+        "instructions": instructions(platform.machine(), features),
     }
 
 
-def _flags() -> dict[str, str]:
-    return dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
+def instructions(architecture: str, features: list[str]) -> list[str]:
+    """Returns, sorted, those of a CPU's features that are instructions for numbers; all of an unknown architecture."""
+    family = _INSTRUCTIONS.get(architecture)
+    return sorted({feature for feature in features if family is None or family.fullmatch(feature)})
 
 
-def _deciding(values: dict[str, str]) -> tuple[str, ...]:
-    kept = {name: value for name, value in values.items() if not name.startswith(_INERT_PREFIXES)}
-    return tuple(sorted(f"{name}={value}" if value else name for name, value in kept.items()))
+def _deciding() -> tuple[str, ...]:
+    return xla_flags.deciding(xla_flags.in_environment(), required_flags())
 
 
 @functools.cache
 def _flags_when_configured() -> tuple[str, ...]:
     """The deciding flags at the first call, which `configure()` makes."""
-    return _deciding(_flags())
+    return _deciding()
 
 
-def _export_line(values: dict[str, str]) -> str:
-    wanted = dict(values, **dict(flag.partition("=")[::2] for flag in required_flags()))
-    return 'export XLA_FLAGS="' + " ".join(f"{n}={v}" if v else n for n, v in wanted.items() if n) + '"'
-
-
-def _spellings(value: str) -> tuple[str, ...]:
-    return {"true": ("true", "1", ""), "false": ("false", "0")}.get(value, (value,))
+def _export_line(flags: tuple[str, ...]) -> str:
+    names = [flag.partition("=")[0] for flag in required_flags()]
+    others = [flag for flag in flags if flag.partition("=")[0] not in names]
+    return f"export XLA_FLAGS={shlex.quote(xla_flags.spell([*others, *required_flags()]))}"
 
 
 def _changed_since_start() -> bool:

@@ -22,6 +22,7 @@ MACHINE_FIELDS = (
     "jax",
     "jaxlib",
     "kv_block",
+    "library",
     "mesh",
     "platform",
     "program",
