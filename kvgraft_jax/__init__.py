@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         WindowError,
     )
     from kvgraft_jax.gemma.model import Model, load_model
-    from kvgraft_jax.gemma.placement import make_mesh
+    from kvgraft_jax.gemma.sharding import make_mesh
     from kvgraft_jax.gemma.state import State
     from kvgraft_jax.grafting.artifact import Artifact
     from kvgraft_jax.grafting.compare import Comparison, compare

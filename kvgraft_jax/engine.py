@@ -13,14 +13,14 @@ import flax
 import jax
 import numpy as np
 
-from kvgraft_jax import determinism, errors, host_memory
+from kvgraft_jax import determinism, device_memory, errors, host_memory
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import generate, placement, rotary
+from kvgraft_jax.gemma import generate, rotary
 from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.gemma import step as step_lib
-from kvgraft_jax.gemma.weights import memory
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import capture as capture_lib
 from kvgraft_jax.grafting import graft as graft_lib
@@ -79,7 +79,7 @@ class Engine:
         needed = cache_lib.device_bytes(model.config, num_slots, dtype, model.mesh)
         needed += rotary.tables_bytes(model.config, num_slots, dtype)
         purpose = f"a cache of {capacity} tokens and its rotary tables"
-        memory.check(model.config.name, needed, placement.devices(model.mesh), purpose, "a smaller capacity")
+        device_memory.check(model.config.name, needed, sharding_lib.devices(model.mesh), purpose, "a smaller capacity")
         tables = rotary.make_tables(model.config, num_slots, dtype, model.mesh)
         # A plain dict of dicts is the tree that jit takes apart fastest; nobody else holds this one.
         runner = generate.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
@@ -99,7 +99,7 @@ class Engine:
         determinism.check_options()
         config, tokenizer, chat = self.step_config, self.model.tokenizer, self.model.chat
         device, *_ = jax.tree.leaves(self.model.params)[0].devices()
-        mesh = {} if config.mesh is None else {"mesh": {placement.AXIS: config.mesh.size}}
+        mesh = {} if config.mesh is None else {"mesh": {sharding_lib.AXIS: config.mesh.size}}
         return pin_lib.Pin(
             {
                 "schema": pin_lib.SCHEMA,

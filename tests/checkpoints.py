@@ -16,7 +16,8 @@ from safetensors import numpy as safetensors_numpy
 from experiments.benchmark import export
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import model
-from kvgraft_jax.gemma.weights import gguf_file, layout
+from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.gemma.weights import gguf_file
 
 URI = "random:gemma-3-4b?layers=7&vocab=97&embed=64&hidden=96&heads=4&kv_heads=2&head_dim=32&window=5&seed=3"
 _SMALL = "vocab=97&embed=64&hidden=96&heads=4&kv_heads=2&head_dim=32&window=5&seed=3"
@@ -35,7 +36,7 @@ SMALL_URIS = {
 BF16 = np.dtype(jnp.bfloat16)
 
 
-def leaves(params: layout.Params) -> dict[str, jax.Array]:
+def leaves(params: parameters_lib.Params) -> dict[str, jax.Array]:
     """The parameters by path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     return {"/".join(key.key for key in path): leaf for path, leaf in flat}

@@ -18,8 +18,8 @@ import numpy as np
 
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.gemma import parameters as parameters_lib
 from kvgraft_jax.gemma import rotary, transformer
-from kvgraft_jax.gemma.weights import layout
 
 DIRECTORY = pathlib.Path(__file__).parent / "golden"
 TINY = ("gemma3", "e2b", "31b", "12b", "26b")
@@ -49,7 +49,7 @@ class Case:
     def leaves(self, dtype: str) -> dict[str, jax.Array]:
         """The parameters by path."""
         found = {}
-        for parameter in layout.parameters(self.config):
+        for parameter in parameters_lib.parameters(self.config):
             stored = self.arrays[f"w/model.{parameter.name}"]
             assert stored.shape == parameter.stored_shape, parameter
             if parameter.matrices:
@@ -57,9 +57,9 @@ class Case:
             found[parameter.path] = jnp.asarray(stored.reshape(parameter.shape).astype(jnp.dtype(dtype)))
         return found
 
-    def params(self, dtype: str) -> layout.Params:
+    def params(self, dtype: str) -> parameters_lib.Params:
         """The parameter tree."""
-        return layout.nest(self.leaves(dtype))
+        return parameters_lib.nest(self.leaves(dtype))
 
 
 @functools.cache
@@ -127,7 +127,7 @@ class Program:
 
     def run(
         self,
-        params: layout.Params,
+        params: parameters_lib.Params,
         token_ids: np.ndarray,
         *,
         cuts: Sequence[int] = (),

@@ -13,7 +13,7 @@ from kvgraft_jax import errors
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations, rotary, transformer
-from kvgraft_jax.gemma.weights import layout
+from kvgraft_jax.gemma import parameters as parameters_lib
 
 PARAMETERS = {
     "gemma-3-270m": 268_098_176,
@@ -62,7 +62,7 @@ def test_the_decoder_has_the_parameters_of_the_layout(name):
         "/".join(key.key for key in path): (leaf.shape, leaf.dtype.name)
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_init(config))
     }
-    assert found == {p.path: (p.shape, "bfloat16") for p in layout.parameters(config)}
+    assert found == {p.path: (p.shape, "bfloat16") for p in parameters_lib.parameters(config)}
     # The published counts leave out the layer scalars, which are buffers there.
     counted = [math.prod(shape) for path, (shape, _) in found.items() if not path.endswith("layer_scalar")]
     assert sum(counted) == PARAMETERS[name]

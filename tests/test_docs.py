@@ -124,11 +124,11 @@ def test_what_a_uri_can_say_is_described():
 
 def test_the_memory_table_is_right():
     from kvgraft_jax.gemma import configurations
-    from kvgraft_jax.gemma.weights import layout
+    from kvgraft_jax.gemma import parameters as parameters_lib
 
     rows = re.findall(r"^\| `(gemma-[\w-]+)` \| ([\d.]+) \| ([\d.]+) \|$", _text("docs/checkpoints.md"), re.M)
     counts = {
-        name: sum(math.prod(parameter.shape) for parameter in layout.parameters(config)) / 1e9
+        name: sum(math.prod(parameter.shape) for parameter in parameters_lib.parameters(config)) / 1e9
         for name, config in configurations.CONFIGURATIONS.items()
     }
     assert {row[0]: row[1:] for row in rows} == {name: (f"{n:.2f}", f"{2 * n:.1f}") for name, n in counts.items()}

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvgraft_jax import determinism, errors
+from kvgraft_jax import determinism, device_memory, errors
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax.gemma import generate, rotary
 from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.gemma import step as step_lib
-from kvgraft_jax.gemma.weights import memory
 from tests import checkpoints, tiny
 
 
@@ -100,9 +99,9 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch
 
     engine = make()
     needed = engine.prefill([1]).cache.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.tables))
-    monkeypatch.setattr(memory, "available", lambda _: needed)
+    monkeypatch.setattr(device_memory, "available", lambda _: needed)
     make()
-    monkeypatch.setattr(memory, "available", lambda _: needed - 1)
+    monkeypatch.setattr(device_memory, "available", lambda _: needed - 1)
     monkeypatch.setattr(rotary, "make_tables", lambda *_: pytest.fail("tables were made"))
     with pytest.raises(errors.ResourceError, match=f"needs {needed} bytes .* for a cache of 112 tokens") as caught:
         make()

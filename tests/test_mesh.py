@@ -19,7 +19,7 @@ from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import model as model_lib
-from kvgraft_jax.gemma import placement
+from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import compare, storage
 from tests import checkpoints, tiny
@@ -36,7 +36,7 @@ URIS = (
 
 def measured(uri: str, num_devices: int, store: str) -> dict:
     """What a process with `num_devices` devices finds; runs in a process of its own."""
-    mesh = placement.make_mesh(num_devices)
+    mesh = sharding_lib.make_mesh(num_devices)
     model = model_lib.load_model(uri, "float32", mesh=mesh)
     engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
     token_ids = tiny.tokens(60)
@@ -99,7 +99,7 @@ def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path)
 
 def digest_on_mesh(uri: str) -> str:
     """Loads a checkpoint over all devices: its digest and how many hold it; runs in a process of its own."""
-    model = model_lib.load_model(uri, mesh=placement.make_mesh(DEVICES))
+    model = model_lib.load_model(uri, mesh=sharding_lib.make_mesh(DEVICES))
     kernel = model.params["layer_0"]["mlp"]["gate_proj"]["kernel"]
     return f"{model.digest} {len(kernel.devices())} {kernel.addressable_shards[0].data.shape[1] / kernel.shape[1]}"
 
@@ -114,8 +114,8 @@ def test_a_checkpoint_is_spread_as_it_is_read(tmp_path):
 def test_a_mesh_that_cannot_be_is_refused():
     for wanted in (0, len(jax.devices()) + 1, True, "4", 10**5000):
         with pytest.raises(errors.ConfigError, match="mesh: got .*, the devices of jax"):
-            placement.make_mesh(wanted)
-    assert placement.make_mesh(1) is None
+            sharding_lib.make_mesh(wanted)
+    assert sharding_lib.make_mesh(1) is None
     one = jax.devices()[:1]
     explicit = jax.sharding.Mesh(one, ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
     none = jax.sharding.Mesh(np.array([], object), ("model",))

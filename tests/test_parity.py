@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import parameters as parameters_lib
 from kvgraft_jax.gemma import rotary, transformer
-from kvgraft_jax.gemma.weights import layout
 from tests import golden_cases
 
 TINY, WIDE = golden_cases.TINY, golden_cases.WIDE
@@ -96,7 +96,7 @@ def test_softcap_bends_large_logits():
     program = golden_cases.shared_program(case.config, "bfloat16", 8, 16)
     leaves = dict(case.leaves("bfloat16"))
     leaves["final_norm/scale"] = leaves["final_norm/scale"] * jnp.bfloat16(40)
-    logits_TxV, states = program.run(layout.nest(leaves), case.token_ids)
+    logits_TxV, states = program.run(parameters_lib.nest(leaves), case.token_ids)
     embedding_VxD = np.asarray(leaves["embedder/embedding"].astype(jnp.float32))
     rounded = states[-1] @ embedding_VxD.T
     assert np.mean(np.abs(rounded) > cap) > 0.3

@@ -16,7 +16,7 @@ from kvgraft_jax.gemma import attention as attention_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import experts as experts_lib
 from kvgraft_jax.gemma import layers, per_layer, rotary
-from kvgraft_jax.gemma.weights import layout
+from kvgraft_jax.gemma import parameters as parameters_lib
 from tests import golden_cases
 
 WIDTH, KV_BLOCK = 24, 32  # All tokens of a tiny case in one step.
@@ -35,7 +35,7 @@ def equal_share(
     case = golden_cases.load(name)
     make = golden_cases.build if is_patched else golden_cases.shared_program
     program = make(config or case.config, BF16, WIDTH, KV_BLOCK)
-    params = case.params(BF16) if leaves is None else layout.nest(leaves)
+    params = case.params(BF16) if leaves is None else parameters_lib.nest(leaves)
     logits_TxV, _ = program.run(params, case.token_ids, rotary_config=rotary_config)
     return float(np.mean(logits_TxV == case.arrays["logits_bf16"]))
 

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from kvgraft_jax import errors
+from kvgraft_jax import device_memory, errors
 from kvgraft_jax.gemma import model
-from kvgraft_jax.gemma.weights import layout, memory, random_init
+from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.gemma.weights import random_init
 from tests import checkpoints
 
 
@@ -32,7 +33,7 @@ def _mix(word: int) -> int:
     "path", ["embedder/embedding", "layer_3/attention/o_proj/kernel", "layer_0/attention/q_norm/scale"]
 )
 def test_values_follow_the_formula(made, path):
-    (parameter,) = [p for p in layout.parameters(made.config) if p.path == path]
+    (parameter,) = [p for p in parameters_lib.parameters(made.config) if p.path == path]
     array = np.asarray(checkpoints.leaves(made.params)[path]).reshape(-1)
     key = int.from_bytes(hashlib.sha256(f"3/{path}".encode()).digest()[:8], "little")
     bound = 0.25 if parameter.is_scale else (3 / parameter.stored_shape[-1]) ** 0.5
@@ -50,7 +51,7 @@ def test_same_digest_in_another_process(made):
 
 
 def test_bits_do_not_depend_on_the_program_around_them(made):
-    (parameter,) = [p for p in layout.parameters(made.config) if p.path == "layer_0/mlp/up_proj/kernel"]
+    (parameter,) = [p for p in parameters_lib.parameters(made.config) if p.path == "layer_0/mlp/up_proj/kernel"]
     key = int.from_bytes(hashlib.sha256(f"3/{parameter.path}".encode()).digest()[:8], "little")
     step = np.float32((3 / 64) ** 0.5 * 2.0**-23)
     words = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
@@ -72,7 +73,7 @@ def test_bfloat16_is_float32_rounded_and_seeds_differ(made):
 
 def test_scales(made):
     leaves = checkpoints.leaves(made.params)
-    for parameter in layout.parameters(made.config):
+    for parameter in parameters_lib.parameters(made.config):
         array = np.asarray(leaves[parameter.path], np.float64)
         wanted = 0.25 / 3**0.5 if parameter.is_scale else parameter.stored_shape[-1] ** -0.5
         assert abs(array.std() / wanted - 1) < 0.25 and abs(array.mean()) < 4 * wanted / array.size**0.5, parameter.path
@@ -120,7 +121,7 @@ def test_cuts_keep_layers_to_share_with(name, layers, shared):
 def test_factors_lie_around_what_changes_nothing(name, dtype):
     loaded = model.load_model(checkpoints.SMALL_URIS[name], dtype)
     leaves = checkpoints.leaves(loaded.params)
-    for parameter in layout.parameters(loaded.config):
+    for parameter in parameters_lib.parameters(loaded.config):
         array = np.asarray(leaves[parameter.path], np.float64)
         if parameter.is_scale:
             assert array.min() >= 0.75 and array.max() <= 1.25, parameter.path
@@ -140,7 +141,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded():
         model.load_model("random:gemma-3-270m?vocab=2000000000")
     needed = 2 * (2_000_000_000 * 640 + 268_098_176 - 262_144 * 640)
     assert str(needed) in str(caught.value) and "bytes" in str(caught.value) and "free" in str(caught.value)
-    assert 0 < memory.available(jax.local_devices()[0]) < needed
+    assert 0 < device_memory.available(jax.local_devices()[0]) < needed
 
 
 def test_the_limit_of_a_control_group_counts(tmp_path):
@@ -156,10 +157,10 @@ def test_the_limit_of_a_control_group_counts(tmp_path):
     (old / "memory.usage_in_bytes").write_text("1000\n")
     groups = tmp_path / "cgroup"
     groups.write_text("4:memory:/box\n3:cpuset:/box\n0::/outer/inner\n")
-    assert memory.group_rooms(groups, tmp_path) == [-100, 3800]
+    assert device_memory.group_rooms(groups, tmp_path) == [-100, 3800]
     (inner / "memory.max").write_text("max\n")
-    assert memory.group_rooms(groups, tmp_path) == [-100]
-    assert memory.group_rooms(tmp_path / "none", tmp_path) == []
+    assert device_memory.group_rooms(groups, tmp_path) == [-100]
+    assert device_memory.group_rooms(tmp_path / "none", tmp_path) == []
 
 
 @pytest.mark.parametrize(

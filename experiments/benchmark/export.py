@@ -11,7 +11,7 @@ from safetensors import numpy as safetensors_numpy
 
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import model as model_lib
-from kvgraft_jax.gemma.weights import layout
+from kvgraft_jax.gemma import parameters as parameters_lib
 
 
 def export(model: model_lib.Model, directory: pathlib.Path) -> None:
@@ -30,7 +30,7 @@ def tensors(model: model_lib.Model) -> dict[str, np.ndarray]:
     flat, _ = jax.tree_util.tree_flatten_with_path(model.params)
     leaves = {"/".join(key.key for key in path): leaf for path, leaf in flat}
     found = {}
-    for parameter in layout.parameters(model.config):
+    for parameter in parameters_lib.parameters(model.config):
         array = np.asarray(leaves[parameter.path])
         if parameter.matrices:
             array = array.reshape(parameter.matrices, parameter.stored_shape[-1], -1).swapaxes(1, 2)

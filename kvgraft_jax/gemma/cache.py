@@ -19,7 +19,7 @@ import numpy as np
 
 from kvgraft_jax import notation
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import placement
+from kvgraft_jax.gemma import sharding as sharding_lib
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +61,7 @@ def make_cache(
 
     def layer(attention: config_lib.AttentionConfig) -> LayerCache:
         shape = (num_slots, attention.num_kv_heads, attention.head_dim)
-        held, place = storage_dtype(dtype), placement.of_rows(mesh, shape)
+        held, place = storage_dtype(dtype), sharding_lib.of_rows(mesh, shape)
         return LayerCache(jnp.zeros(shape, held, device=place), jnp.zeros(shape, held, device=place))
 
     return Cache(tuple(layer(config.attention(index)) for index in range(config.num_kv_layers)))
@@ -72,7 +72,9 @@ def device_bytes(
 ) -> int:
     """Bytes of what `make_cache` gives, on one device."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: make_cache(config, num_slots, dtype)))
-    return sum(placement.share_bytes(leaf.shape, leaf.dtype, placement.of_rows(mesh, leaf.shape)) for leaf in leaves)
+    return sum(
+        sharding_lib.share_bytes(leaf.shape, leaf.dtype, sharding_lib.of_rows(mesh, leaf.shape)) for leaf in leaves
+    )
 
 
 def write_rows(layer: LayerCache, k_rot_TxKxH: jax.Array, v_TxKxH: jax.Array, start: jax.Array) -> LayerCache:

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvgraft_jax import errors, host_memory
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import configurations, placement
+from kvgraft_jax.gemma import configurations
+from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.gemma.weights import (
     assemble,
     files,
@@ -104,7 +105,7 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
       TokenizerError: a tokenizer or chat template of another model or kind, or damaged.
     """
     as_dtype = _checked_dtype(dtype)
-    mesh = placement.checked_mesh(mesh)
+    mesh = sharding_lib.checked_mesh(mesh)
     if not isinstance(uri, str):
         raise errors.ConfigError(f"model URI: got {type(uri).__name__}, wanted {_SCHEMES}")
     scheme, colon, rest = uri.partition(":")

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import placement
+from kvgraft_jax.gemma import sharding as sharding_lib
 
 REFERENCE, CORRECT = "reference", "correct"
 RULES = (REFERENCE, CORRECT)
@@ -131,7 +131,7 @@ def make_tables(
     def table(attention: config_lib.AttentionConfig) -> RotaryTable:
         frequency_R = rotary_frequencies(attention.head_dim, attention.rotary)
         cos_SxR, sin_SxR = rotary_tables_f32(frequency_R, num_positions)
-        place = placement.whole(mesh)
+        place = sharding_lib.whole(mesh)
         return RotaryTable(*(jnp.asarray(array_SxR.astype(dtype), device=place) for array_SxR in (cos_SxR, sin_SxR)))
 
     return RotaryTables(sliding=table(config.sliding), full=table(config.full))

@@ -18,9 +18,10 @@ import numpy as np
 from kvgraft_jax import digest, errors
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import placement, transformer
+from kvgraft_jax.gemma import parameters as parameters_lib
 from kvgraft_jax.gemma import rotary as rotary_lib
-from kvgraft_jax.gemma.weights import layout
+from kvgraft_jax.gemma import sharding as sharding_lib
+from kvgraft_jax.gemma import transformer
 
 DTYPES = ("bfloat16", "float32")
 
@@ -98,14 +99,14 @@ class Programs:
     def _step(self, params, tables, cache, tokens_T, start, count) -> StepResult:
         hidden_TxD, cache = self._model.apply({"params": params}, tokens_T, tables, cache, start, count)
         mesh = self.config.mesh
-        rows = functools.partial(placement.kept_rows, mesh)
-        return StepResult(placement.kept_whole(mesh, hidden_TxD), jax.tree.map(rows, cache))
+        rows = functools.partial(sharding_lib.kept_rows, mesh)
+        return StepResult(sharding_lib.kept_whole(mesh, hidden_TxD), jax.tree.map(rows, cache))
 
     def _head(self, params, hidden_TxD, lane) -> tuple[jax.Array, ...]:
         lane_B = lane + jnp.arange(self.config.head_lanes, dtype=jnp.int32)
         hidden_BxD = jnp.take(hidden_TxD, lane_B, axis=0, mode="clip")
         logits_BxV = self._model.apply({"params": params}, hidden_BxD, method=self._model.head)
-        return tuple(placement.kept_whole(self.config.mesh, logits_BxV))
+        return tuple(sharding_lib.kept_whole(self.config.mesh, logits_BxV))
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -117,18 +118,20 @@ class Programs:
         num_slots = 4 * config.kv_block + config.width
 
         def table(attention: config_lib.AttentionConfig) -> rotary_lib.RotaryTable:
-            rows_SxR = _abstract((num_slots, attention.head_dim // 2), dtype, placement.whole(mesh))
+            rows_SxR = _abstract((num_slots, attention.head_dim // 2), dtype, sharding_lib.whole(mesh))
             return rotary_lib.RotaryTable(rows_SxR, rows_SxR)
 
-        parameters = layout.parameters(config.model)
-        params = layout.nest({p.path: _abstract(p.shape, dtype, placement.of_parameter(mesh, p)) for p in parameters})
+        parameters = parameters_lib.parameters(config.model)
+        params = parameters_lib.nest(
+            {p.path: _abstract(p.shape, dtype, sharding_lib.of_parameter(mesh, p)) for p in parameters}
+        )
         tables = rotary_lib.RotaryTables(table(config.model.sliding), table(config.model.full))
         cache = jax.tree.map(
-            lambda rows: _abstract(rows.shape, rows.dtype, placement.of_rows(mesh, rows.shape)),
+            lambda rows: _abstract(rows.shape, rows.dtype, sharding_lib.of_rows(mesh, rows.shape)),
             jax.eval_shape(lambda: cache_lib.make_cache(config.model, num_slots, dtype)),
         )
         scalar, tokens_T = _abstract((), jnp.int32), _abstract((config.width,), jnp.int32)
-        hidden_TxD = _abstract((config.width, config.model.embed_dim), dtype, placement.whole(mesh))
+        hidden_TxD = _abstract((config.width, config.model.embed_dim), dtype, sharding_lib.whole(mesh))
         return {
             "step": _text_digest(self.step.lower(params, tables, cache, tokens_T, scalar, scalar)),
             "head": _text_digest(self.head.lower(params, hidden_TxD, scalar)),

@@ -9,7 +9,8 @@ from kvgraft_jax import errors
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import generate, placement
+from kvgraft_jax.gemma import generate
+from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
@@ -122,7 +123,7 @@ def graft(
     return state_lib.State(
         cache=apply_graft(artifact, capacity + config.width, config.mesh),
         token_ids=artifact.token_ids,
-        logits=jnp.array(artifact.logits_V, device=placement.whole(config.mesh)),
+        logits=jnp.array(artifact.logits_V, device=sharding_lib.whole(config.mesh)),
         step_config=config,
         weights=weights,
         exact=exact,

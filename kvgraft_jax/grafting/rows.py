@@ -9,7 +9,7 @@ from jax import lax, sharding
 import numpy as np
 
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import placement
+from kvgraft_jax.gemma import sharding as sharding_lib
 
 LayerCaches = tuple[cache_lib.LayerCache, ...]
 
@@ -48,7 +48,7 @@ def placed_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int, mesh: shar
     def placed(rows_SxKxH: np.ndarray) -> jax.Array:
         slots_SxKxH = np.zeros((num_slots, *rows_SxKxH.shape[1:]), rows_SxKxH.dtype)
         slots_SxKxH[start:stop] = rows_SxKxH
-        place = placement.of_rows(mesh, slots_SxKxH.shape)
+        place = sharding_lib.of_rows(mesh, slots_SxKxH.shape)
         return jax.device_put(slots_SxKxH, place)  # may take the buffer over; nothing else holds it
 
     return tuple(cache_lib.LayerCache(placed(kv[0]), placed(kv[1])) for kv in kv_Lx2xSxKxH)

@@ -10,11 +10,11 @@ import jax
 from jax import sharding
 import numpy as np
 
+from kvgraft_jax import device_memory, errors, progress
 from kvgraft_jax import digest as digest_lib
-from kvgraft_jax import errors, progress
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import placement
-from kvgraft_jax.gemma.weights import layout, memory
+from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.gemma.weights import source as source_lib
 
 _CHUNK_ELEMENTS = 1 << 21
@@ -31,7 +31,7 @@ class Assembled:
       digest: SHA-256 (hex) over path, dtype, shape and bytes of every parameter.
     """
 
-    params: layout.Params
+    params: parameters_lib.Params
     digest: str
 
 
@@ -49,18 +49,18 @@ def assemble(source: source_lib.Source, dtype: np.dtype, mesh: sharding.Mesh | N
       WeightsError: one error that lists every tensor that is missing, unexpected or of the wrong shape.
       ResourceError: the device has not enough memory; raised before any tensor is read.
     """
-    parameters = layout.parameters(source.config)
+    parameters = parameters_lib.parameters(source.config)
     check_tensors(source, parameters)
 
-    def load(parameter: layout.Parameter) -> tuple[jax.Array, str]:
-        if parameter.name == layout.EMBEDDING_NAME and layout.HEAD_NAME in source.shapes:
+    def load(parameter: parameters_lib.Parameter) -> tuple[jax.Array, str]:
+        if parameter.name == parameters_lib.EMBEDDING_NAME and parameters_lib.HEAD_NAME in source.shapes:
             _check_head(source)
         array = aligned_empty(parameter.shape, dtype)
         _fill(source, parameter, array)
         array.flags.writeable = False
         content = digest_lib.array_digest(array)
         # On a CPU the device array may be this very buffer; nothing writes to it any more.
-        place = placement.of_parameter(mesh, parameter)
+        place = sharding_lib.of_parameter(mesh, parameter)
         return jax.device_put(array, place).block_until_ready(), content
 
     return collect(source.origin, source.config, dtype, mesh, load)
@@ -71,17 +71,17 @@ def collect(
     config: config_lib.GemmaConfig,
     dtype: np.dtype,
     mesh: sharding.Mesh | None,
-    load: Callable[[layout.Parameter], tuple[jax.Array, str]],
+    load: Callable[[parameters_lib.Parameter], tuple[jax.Array, str]],
 ) -> Assembled:
     """The tree and digest of what `load` returns (device array, array digest) for each parameter.
 
     Raises:
       ResourceError: the device has not enough memory; raised before the first call of `load`.
     """
-    parameters = layout.parameters(config)
+    parameters = parameters_lib.parameters(config)
     total = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
-    needed = sum(placement.share_bytes(p.shape, dtype, placement.of_parameter(mesh, p)) for p in parameters)
-    memory.check(origin, needed, placement.devices(mesh), "the parameters alone", "a smaller model")
+    needed = sum(sharding_lib.share_bytes(p.shape, dtype, sharding_lib.of_parameter(mesh, p)) for p in parameters)
+    device_memory.check(origin, needed, sharding_lib.devices(mesh), "the parameters alone", "a smaller model")
     leaves, digests = {}, {}
     is_large, is_terminal = total > _PROGRESS_BYTES, progress.is_terminal()
     if is_large and not is_terminal:
@@ -92,7 +92,7 @@ def collect(
         for parameter in parameters:
             leaves[parameter.path], digests[parameter.path] = load(parameter)
             bar.update(leaves[parameter.path].nbytes)
-    return Assembled(layout.nest(leaves), params_digest(digests))
+    return Assembled(parameters_lib.nest(leaves), params_digest(digests))
 
 
 def params_digest(digests: Mapping[str, str]) -> str:
@@ -100,11 +100,14 @@ def params_digest(digests: Mapping[str, str]) -> str:
     return digest_lib.json_digest(dict(digests))
 
 
-def check_tensors(source: source_lib.Source, parameters: tuple[layout.Parameter, ...]) -> None:
+def check_tensors(source: source_lib.Source, parameters: tuple[parameters_lib.Parameter, ...]) -> None:
     """Raises one `WeightsError` that lists all tensors that are missing, misshapen or unexpected."""
     wanted = {parameter.name: parameter.stored_shape for parameter in parameters}
-    optional = {layout.HEAD_NAME: wanted[layout.EMBEDDING_NAME], **layout.unused_shapes(source.config)}
-    problems = layout.mismatches(wanted, optional, source.shapes, {})
+    optional = {
+        parameters_lib.HEAD_NAME: wanted[parameters_lib.EMBEDDING_NAME],
+        **parameters_lib.unused_shapes(source.config),
+    }
+    problems = parameters_lib.mismatches(wanted, optional, source.shapes, {})
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise errors.WeightsError(
@@ -122,7 +125,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[offset : offset + size].view(dtype).reshape(shape)
 
 
-def _fill(source: source_lib.Source, parameter: layout.Parameter, array: np.ndarray) -> None:
+def _fill(source: source_lib.Source, parameter: parameters_lib.Parameter, array: np.ndarray) -> None:
     columns = parameter.stored_shape[-1]
     groups = max(parameter.matrices, 1)
     rows = math.prod(parameter.stored_shape[:-1]) // groups
@@ -136,15 +139,15 @@ def _fill(source: source_lib.Source, parameter: layout.Parameter, array: np.ndar
 
 
 def _check_head(source: source_lib.Source) -> None:
-    rows, columns = source.shapes[layout.EMBEDDING_NAME]
+    rows, columns = source.shapes[parameters_lib.EMBEDDING_NAME]
     for start, stop in _chunks(rows, columns):
         head, table = (
             source.read_rows(name, start, stop).astype(np.float32, copy=False)
-            for name in (layout.HEAD_NAME, layout.EMBEDDING_NAME)
+            for name in (parameters_lib.HEAD_NAME, parameters_lib.EMBEDDING_NAME)
         )
         if not np.array_equal(head.view(np.uint32), table.view(np.uint32)):
             raise errors.WeightsError(
-                f"{source.origin}: {layout.HEAD_NAME} differs from {layout.EMBEDDING_NAME} in rows {start} to {stop}; "
+                f"{source.origin}: {parameters_lib.HEAD_NAME} differs from {parameters_lib.EMBEDDING_NAME} in rows {start} to {stop}; "
                 "wanted a tied output head, as in every released Gemma. Export the model again with tied embeddings."
             )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import layout
+from kvgraft_jax.gemma import parameters as parameters_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Row:
 
 
 _TOP = {
-    layout.EMBEDDING_NAME: _Row("embedder/input_embedding", "VD", "VD"),
+    parameters_lib.EMBEDDING_NAME: _Row("embedder/input_embedding", "VD", "VD"),
     "norm.weight": _Row("final_norm/scale", "D", "D"),
     "embed_tokens_per_layer.weight": _Row("embedder/per_layer_embeddings", "ULP", "ULP"),
     "per_layer_model_projection.weight": _Row("embedder/per_layer_model_projection", "DLP", "LPD"),
@@ -92,8 +92,8 @@ _EXPERTS = {
 
 def places(config: config_lib.GemmaConfig) -> dict[str, Place]:
     """Where every parameter of `config` lies, by public name; tensors that exist but are not read are optional."""
-    needed = {parameter.name: parameter.stored_shape for parameter in layout.parameters(config)}
-    unused = layout.unused_shapes(config)
+    needed = {parameter.name: parameter.stored_shape for parameter in parameters_lib.parameters(config)}
+    unused = parameters_lib.unused_shapes(config)
     return {name: _place(config, name, shape, name in unused) for name, shape in (needed | unused).items()}
 
 

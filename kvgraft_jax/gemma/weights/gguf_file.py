@@ -11,12 +11,13 @@ import numpy as np
 
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import files, gguf_config, gguf_header, layout
+from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.gemma.weights import files, gguf_config, gguf_header
 
 _TOP = {
-    "token_embd.weight": layout.EMBEDDING_NAME,
+    "token_embd.weight": parameters_lib.EMBEDDING_NAME,
     "output_norm.weight": "norm.weight",
-    "output.weight": layout.HEAD_NAME,
+    "output.weight": parameters_lib.HEAD_NAME,
     "per_layer_token_embd.weight": "embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "per_layer_projection_norm.weight",

@@ -18,8 +18,9 @@ import numpy as np
 from kvgraft_jax import digest as digest_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import placement
-from kvgraft_jax.gemma.weights import assemble, layout
+from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.gemma import sharding as sharding_lib
+from kvgraft_jax.gemma.weights import assemble
 
 _FACTOR_RANGE = 0.25  # A power of two: see `_uniform`.
 
@@ -134,13 +135,13 @@ def initialise(
       mesh: over which the parameters are spread; None is the default device.
     """
 
-    def load(parameter: layout.Parameter) -> tuple[jax.Array, str]:
+    def load(parameter: parameters_lib.Parameter) -> tuple[jax.Array, str]:
         fan_in = parameter.stored_shape[-1] if parameter.matrices else parameter.shape[-1]
         bound = _FACTOR_RANGE if parameter.is_scale else math.sqrt(3.0 / fan_in)
         centre = 0 if config.norm_plus_one or not parameter.is_scale else round(2**23 / _FACTOR_RANGE)
         key = int.from_bytes(hashlib.sha256(f"{seed}/{parameter.path}".encode()).digest()[:8], "little")
         words = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-        place = placement.of_parameter(mesh, parameter)
+        place = sharding_lib.of_parameter(mesh, parameter)
         values = _uniform(*words, np.int32(centre), np.float32(bound * 2.0**-23), parameter.shape, dtype, place)
         # An array keeps the host copy that it once gave out: hash that of a copy, which is dropped.
         return values, digest_lib.array_digest(np.asarray(jnp.copy(values)))

@@ -12,7 +12,8 @@ import numpy as np
 
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import files, huggingface_config, layout
+from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.gemma.weights import files, huggingface_config
 
 _PREFIXES = ("language_model.model.", "model.language_model.", "model.")
 _OTHER_MODALITIES = (
@@ -99,7 +100,7 @@ def _public_name(stored_name: str) -> str | None:
     if stored_name.startswith(_IGNORED):
         return None
     if stored_name in _HEADS:
-        return layout.HEAD_NAME
+        return parameters_lib.HEAD_NAME
     for prefix in _PREFIXES:
         if stored_name.startswith(prefix):
             return stored_name.removeprefix(prefix)

@@ -14,7 +14,7 @@ from jax import lax, sharding
 import numpy as np
 
 from kvgraft_jax import errors
-from kvgraft_jax.gemma.weights import layout
+from kvgraft_jax.gemma import parameters as parameters_lib
 
 AXIS = "model"
 
@@ -81,7 +81,7 @@ def whole(mesh: sharding.Mesh | None) -> sharding.Sharding | None:
     return None if mesh is None else sharding.NamedSharding(mesh, sharding.PartitionSpec())
 
 
-def of_parameter(mesh: sharding.Mesh | None, parameter: layout.Parameter) -> sharding.Sharding | None:
+def of_parameter(mesh: sharding.Mesh | None, parameter: parameters_lib.Parameter) -> sharding.Sharding | None:
     """The place of one parameter."""
     name = "/".join(parameter.path.removesuffix("/kernel").split("/")[-2:])
     return whole(mesh) if mesh is None or name not in _DIVIDED else _divided(mesh, parameter.shape, _DIVIDED[name])
