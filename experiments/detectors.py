@@ -20,8 +20,9 @@ from experiments import schedules
 import kvgraft_jax as kg
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import generate, rotary
-from kvgraft_jax.gemma import step as step_lib
+from kvgraft_jax.gemma import rotary
+from kvgraft_jax.runtime import run as run_lib
+from kvgraft_jax.runtime import step as step_lib
 
 _COMPANY_TOKENS = 32
 
@@ -90,7 +91,7 @@ class Bench:
             cache, read = result.cache, read + len(chunk)
             if read == len(self._token_ids):
                 break
-        return self._outcome(cache, generate.next_logits(runner, result), watch)
+        return self._outcome(cache, run_lib.next_logits(runner, result), watch)
 
     def company(self, requests: int, width: int) -> schedules.Outcome:
         """The last tokens read as the first of several requests that one `vmap` runs side by side.
@@ -115,9 +116,9 @@ class Bench:
             result = step(runner.params, runner.tables, cache, padded_BxT, place_B, count_B)
             cache, hidden_TxD = result.cache, result.hidden_TxD[0]
             watch.look(runner.programs, runner.params, hidden_TxD, start + first, count)
-        last = generate.RunResult(cache, hidden_TxD, count - 1)
+        last = run_lib.RunResult(cache, hidden_TxD, count - 1)
         own_cache = jax.tree.map(lambda array: array[0], cache)
-        return self._outcome(own_cache, generate.next_logits(runner, last), watch)
+        return self._outcome(own_cache, run_lib.next_logits(runner, last), watch)
 
     def flipped(self) -> schedules.Outcome:
         """One bit of a key changes before the last token is read."""
@@ -145,11 +146,11 @@ class Bench:
         result = schedules.feed(runner, schedules.make_cache(self._engine), most, 0, watch)
         cache = damage(result.cache, len(most) - 1)
         result = schedules.feed(runner, cache, [last], len(most), watch)
-        return self._outcome(result.cache, generate.next_logits(runner, result), watch)
+        return self._outcome(result.cache, run_lib.next_logits(runner, result), watch)
 
-    def _runner(self, width: int) -> generate.Runner:
+    def _runner(self, width: int) -> run_lib.Runner:
         config = dataclasses.replace(self._engine.step_config, width=width)
-        return generate.Runner(step_lib.programs(config), self._engine.runner.params, self._tables)
+        return run_lib.Runner(step_lib.programs(config), self._engine.runner.params, self._tables)
 
     def _outcome(self, cache: cache_lib.Cache, logits_V: jax.Array, watch: schedules.Checkpoints) -> schedules.Outcome:
         state = schedules.make_state(self._engine, cache, self._token_ids, logits_V)

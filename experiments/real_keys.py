@@ -12,8 +12,8 @@ import kvgraft_jax as kg
 from kvgraft_jax.exactness import encodings, keys, tables
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.gemma import transformer
+from kvgraft_jax.runtime import step as step_lib
 
 SCHEMES = {"bfloat16": keys.ENGINE_BF16, "float32": keys.ENGINE_F32}
 """How an engine of each dtype rotates and stores keys."""

@@ -17,10 +17,10 @@ from experiments import real_keys
 import kvgraft_jax as kg
 from kvgraft_jax.exactness import keys
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import generate
 from kvgraft_jax.gemma import rotary as rotary_lib
 from kvgraft_jax.grafting import compare
 from kvgraft_jax.grafting import graft as graft_lib
+from kvgraft_jax.runtime import run as run_lib
 
 PREROTARY = "prerotary"
 WAYS = (keys.REROTATE, keys.UNROTATE, PREROTARY)
@@ -60,16 +60,16 @@ def num_slots(engine: kg.Engine) -> int:
     return engine.capacity + engine.step_config.width
 
 
-def shifted(engine: kg.Engine, tables: rotary_lib.RotaryTables, shift: int) -> generate.Runner:
+def shifted(engine: kg.Engine, tables: rotary_lib.RotaryTables, shift: int) -> run_lib.Runner:
     """The engine's runner with slot s at position s + shift: same programs, same shapes, other rows of the table."""
     rows = slice(shift, shift + num_slots(engine))
     return dataclasses.replace(engine.runner, tables=jax.tree.map(lambda table_SxR: table_SxR[rows], tables))
 
 
-def fresh(engine: kg.Engine, runner: generate.Runner, document: Sequence[int], tail: Sequence[int]) -> Context:
+def fresh(engine: kg.Engine, runner: run_lib.Runner, document: Sequence[int], tail: Sequence[int]) -> Context:
     """A text read from slot 0 on, where a runner puts it."""
     cache = cache_lib.make_cache(engine.model.config, num_slots(engine), engine.step_config.jnp_dtype)
-    return read_tail(runner, generate.run(runner, cache, document, 0).cache, tail, len(document))
+    return read_tail(runner, run_lib.run(runner, cache, document, 0).cache, tail, len(document))
 
 
 def relocated(engine: kg.Engine, artifact: kg.Artifact, k_raw: Sequence[np.ndarray], shift: int, way: str) -> kg.State:
@@ -108,7 +108,7 @@ def relocated(engine: kg.Engine, artifact: kg.Artifact, k_raw: Sequence[np.ndarr
     return dataclasses.replace(state, cache=cache, exact=shift == 0)
 
 
-def read_tail(runner: generate.Runner, cache: cache_lib.Cache, tail: Sequence[int], start: int) -> Context:
+def read_tail(runner: run_lib.Runner, cache: cache_lib.Cache, tail: Sequence[int], start: int) -> Context:
     """Copies the document's rows out of a cache, then gives the cache away to a run over the tail from slot `start`."""
 
     def bits(array_SxKxH: jax.Array) -> np.ndarray:
@@ -123,7 +123,7 @@ def read_tail(runner: generate.Runner, cache: cache_lib.Cache, tail: Sequence[in
             lanes = runner.programs.head(runner.params, hidden_TxD, np.int32(lane))
             logits.extend(np.array(logits_V) for logits_V in lanes[: count - lane])
 
-    generate.run(runner, cache, tail, start, on_step=head)
+    run_lib.run(runner, cache, tail, start, on_step=head)
     return Context(kv_bits, np.stack(logits))
 
 

@@ -23,8 +23,8 @@ import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.exactness import keys
 from kvgraft_jax.gemma import rotary as rotary_lib
-from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import manifest
+from kvgraft_jax.runtime import step as step_lib
 
 
 @dataclasses.dataclass(frozen=True)

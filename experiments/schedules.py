@@ -16,10 +16,10 @@ import kvgraft_jax as kg
 from kvgraft_jax import digest, errors
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import generate
-from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import compare
 from kvgraft_jax.grafting import manifest as manifest_lib
+from kvgraft_jax.runtime import run as run_lib
+from kvgraft_jax.runtime import step as step_lib
 
 ZERO, BITS, HUGE, NAN = "zero", "random bits", "huge", "NaN"
 GARBAGE = (ZERO, BITS, HUGE, NAN)
@@ -182,7 +182,7 @@ def run(
             for piece in leg.pieces:
                 result = feed(engine.runner, cache, token_ids[read : read + piece], read, watch, idle_rng)
                 cache, read = result.cache, read + piece
-            logits_V = generate.next_logits(engine.runner, result) if result else state.logits
+            logits_V = run_lib.next_logits(engine.runner, result) if result else state.logits
             state = make_state(engine, cache, token_ids[:read], logits_V, first_row)
     except errors.KVGraftError as error:
         return refused(error)
@@ -190,14 +190,14 @@ def run(
 
 
 def feed(
-    runner: generate.Runner,
+    runner: run_lib.Runner,
     cache: cache_lib.Cache,
     token_ids: Sequence[int],
     start: int,
     watch: Checkpoints,
     idle_rng: np.random.Generator | None = None,
-) -> generate.RunResult:
-    """Like `generate.run`, with a look at every step and, given `idle_rng`, random tokens in idle lanes."""
+) -> run_lib.RunResult:
+    """Like `run_lib.run`, with a look at every step and, given `idle_rng`, random tokens in idle lanes."""
     config = runner.programs.config
     for first in range(0, len(token_ids), config.width):
         chunk = token_ids[first : first + config.width]
@@ -208,7 +208,7 @@ def feed(
         result = runner.programs.step(runner.params, runner.tables, cache, tokens_T, place, count)
         cache = result.cache
         watch.look(runner.programs, runner.params, result.hidden_TxD, start + first, len(chunk))
-    return generate.RunResult(cache, result.hidden_TxD, len(chunk) - 1)
+    return run_lib.RunResult(cache, result.hidden_TxD, len(chunk) - 1)
 
 
 def make_cache(engine: kg.Engine, num_slots: int | None = None) -> cache_lib.Cache:

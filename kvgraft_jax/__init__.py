@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     )
     from kvgraft_jax.gemma.model import Model, load_model
     from kvgraft_jax.gemma.sharding import make_mesh
-    from kvgraft_jax.gemma.state import State
     from kvgraft_jax.grafting.artifact import Artifact
     from kvgraft_jax.grafting.compare import Comparison, compare
     from kvgraft_jax.grafting.storage import list_artifacts, load_artifact, save_artifact
     from kvgraft_jax.pin import Pin, diff
+    from kvgraft_jax.runtime.state import State
     from kvgraft_jax.text.chat import Message
 
 _ERRORS = (

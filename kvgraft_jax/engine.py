@@ -16,15 +16,16 @@ import numpy as np
 from kvgraft_jax import determinism, device_memory, errors, host_memory
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import generate, rotary
 from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.gemma import rotary
 from kvgraft_jax.gemma import sharding as sharding_lib
-from kvgraft_jax.gemma import state as state_lib
-from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import capture as capture_lib
 from kvgraft_jax.grafting import graft as graft_lib
 from kvgraft_jax.grafting import manifest
+from kvgraft_jax.runtime import run as run_lib
+from kvgraft_jax.runtime import state as state_lib
+from kvgraft_jax.runtime import step as step_lib
 
 determinism.configure()
 
@@ -82,7 +83,7 @@ class Engine:
         device_memory.check(model.config.name, needed, sharding_lib.devices(model.mesh), purpose, "a smaller capacity")
         tables = rotary.make_tables(model.config, num_slots, dtype, model.mesh)
         # A plain dict of dicts is the tree that jit takes apart fastest; nobody else holds this one.
-        runner = generate.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
+        runner = run_lib.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
         vars(self).update(model=model, capacity=capacity, step_config=config, runner=runner, _has_compiled=False)
 
     def __repr__(self) -> str:
@@ -130,8 +131,8 @@ class Engine:
           CapacityError: more tokens than slots; before any compute.
         """
         determinism.check_options()
-        planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
-        generate.plan_capacity(0, len(planned), self.capacity, "new")
+        planned = run_lib.plan_tokens(token_ids, self.model.config.vocab_size)
+        run_lib.plan_capacity(0, len(planned), self.capacity, "new")
         state = self._read(self._fresh_cache(), None, planned, progress=progress)
         if not self._has_compiled or len(planned) > _TRIM_STEPS * self.step_config.width:
             vars(self)["_has_compiled"] = True
@@ -147,8 +148,8 @@ class Engine:
           CapacityError: more tokens than slots; before any compute.
         """
         self._check_state(state)
-        planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
-        generate.plan_capacity(state.length, len(planned), self.capacity, "new")
+        planned = run_lib.plan_tokens(token_ids, self.model.config.vocab_size)
+        run_lib.plan_capacity(state.length, len(planned), self.capacity, "new")
         return self._read(step_lib.copy_cache(state.cache), state, planned, progress=progress)
 
     def generate(
@@ -178,12 +179,12 @@ class Engine:
         if type(max_new_tokens) is not int or max_new_tokens < 0:
             raise errors.InputError(f"max_new_tokens: got {errors.shown(max_new_tokens)}, wanted an int, 0 or more")
         self._check_state(state)
-        generate.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
+        run_lib.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
         if stop_ids is None:
             stop_ids = self.model.stop_ids
         else:
-            stop_ids = generate.plan_stops(stop_ids, self.model.config.vocab_size)
-        decoded = generate.decode(
+            stop_ids = run_lib.plan_stops(stop_ids, self.model.config.vocab_size)
+        decoded = run_lib.decode(
             self.runner,
             step_lib.copy_cache(state.cache),
             state.logits,
@@ -205,9 +206,9 @@ class Engine:
           InputError, CapacityError: as `prefill`.
         """
         determinism.check_options()
-        planned = generate.plan_tokens(token_ids, self.model.config.vocab_size)
-        generate.plan_capacity(0, len(planned), self.capacity, "new")
-        return generate.score(self.runner, self._fresh_cache(), planned, progress=progress)
+        planned = run_lib.plan_tokens(token_ids, self.model.config.vocab_size)
+        run_lib.plan_capacity(0, len(planned), self.capacity, "new")
+        return run_lib.score(self.runner, self._fresh_cache(), planned, progress=progress)
 
     def capture(
         self,
@@ -278,8 +279,8 @@ class Engine:
     def _read(
         self, cache: cache_lib.Cache, before: state_lib.State | None, token_ids: tuple[int, ...], *, progress: bool
     ) -> state_lib.State:
-        result = generate.run(self.runner, cache, token_ids, before.length if before else 0, progress=progress)
-        logits_V = generate.next_logits(self.runner, result)
+        result = run_lib.run(self.runner, cache, token_ids, before.length if before else 0, progress=progress)
+        logits_V = run_lib.next_logits(self.runner, result)
         if before is None:
             return state_lib.State(result.cache, token_ids, logits_V, self.step_config, self.model.digest)
         return dataclasses.replace(before, cache=result.cache, token_ids=before.token_ids + token_ids, logits=logits_V)

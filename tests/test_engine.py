@@ -11,9 +11,10 @@ import pytest
 
 from kvgraft_jax import determinism, device_memory, errors
 from kvgraft_jax import engine as engine_lib
-from kvgraft_jax.gemma import generate, rotary
 from kvgraft_jax.gemma import model as model_lib
-from kvgraft_jax.gemma import step as step_lib
+from kvgraft_jax.gemma import rotary
+from kvgraft_jax.runtime import run as run_lib
+from kvgraft_jax.runtime import step as step_lib
 from tests import checkpoints, tiny
 
 
@@ -244,7 +245,7 @@ def test_stop_tokens_that_are_none(monkeypatch):
 
 def test_decoding_takes_the_lowest_id_of_the_largest_logit_that_is_not_suppressed():
     logits_V = jnp.asarray([1.0, 3.0, 3.0, 2.0, 3.0])
-    assert [generate.argmax(logits_V, ids) for ids in ((), (1,), (1, 2), (1, 2, 4))] == [1, 2, 4, 3]
+    assert [run_lib.argmax(logits_V, ids) for ids in ((), (1,), (1, 2), (1, 2, 4))] == [1, 2, 4, 3]
     assert logits_V.tolist() == [1.0, 3.0, 3.0, 2.0, 3.0]
 
 

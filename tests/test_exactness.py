@@ -15,10 +15,10 @@ import pytest
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import generate
-from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import compare, storage
+from kvgraft_jax.runtime import run as run_lib
+from kvgraft_jax.runtime import step as step_lib
 from tests import tiny
 
 W = tiny.WINDOW
@@ -338,7 +338,7 @@ class TestDetectors:
             jax.vmap(lambda t, c: runner.programs._step(runner.params, runner.tables, c, t, jnp.int32(0), jnp.int32(8)))
         )
         together = batched(token_ids, caches)
-        alone = generate.run(runner, jax.tree.map(lambda leaf: leaf[0], caches), token_ids[0].tolist(), 0)
+        alone = run_lib.run(runner, jax.tree.map(lambda leaf: leaf[0], caches), token_ids[0].tolist(), 0)
         assert not np.array_equal(np.asarray(together.hidden_TxD[0]), np.asarray(alone.hidden_TxD))
 
     def test_one_bit_of_one_valid_row_differs(self):

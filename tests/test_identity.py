@@ -18,9 +18,9 @@ from kvgraft_jax import engine as engine_lib
 from kvgraft_jax.gemma import attention, rotary
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import model as model_lib
-from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.gemma.weights import assemble
 from kvgraft_jax.grafting import storage
+from kvgraft_jax.runtime import step as step_lib
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parent.parent

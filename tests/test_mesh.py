@@ -20,8 +20,8 @@ from kvgraft_jax import errors
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.gemma import sharding as sharding_lib
-from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import compare, storage
+from kvgraft_jax.runtime import step as step_lib
 from tests import checkpoints, tiny
 
 ROOT = pathlib.Path(__file__).parent.parent

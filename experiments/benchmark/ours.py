@@ -15,8 +15,8 @@ from experiments.benchmark import timing
 import kvgraft_jax as kg
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import state as state_lib
-from kvgraft_jax.gemma import step as step_lib
+from kvgraft_jax.runtime import state as state_lib
+from kvgraft_jax.runtime import step as step_lib
 
 
 @dataclasses.dataclass(frozen=True)

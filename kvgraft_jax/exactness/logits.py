@@ -13,8 +13,8 @@ from kvgraft_jax import errors, notation
 from kvgraft_jax.exactness import bits, keys
 from kvgraft_jax.exactness import tables as tables_lib
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import generate
 from kvgraft_jax.gemma import rotary as rotary_lib
+from kvgraft_jax.runtime import run as run_lib
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ def logit_shift_difference(
 
 
 def layer_value_shift_difference(
-    runner: generate.Runner, token_ids: Sequence[int], shift: int, num_slots: int
+    runner: run_lib.Runner, token_ids: Sequence[int], shift: int, num_slots: int
 ) -> np.ndarray:
     """Elements of the values of each layer that change when all positions of a text move by `shift`.
 
@@ -111,8 +111,8 @@ def layer_value_shift_difference(
       InputError: a token or position outside.
     """
     config = runner.programs.config
-    planned = generate.plan_tokens(token_ids, config.model.vocab_size)
-    generate.plan_capacity(0, len(planned), num_slots - config.width, "tokens")
+    planned = run_lib.plan_tokens(token_ids, config.model.vocab_size)
+    run_lib.plan_capacity(0, len(planned), num_slots - config.width, "tokens")
     positions = runner.tables.full.cos_SxR.shape[0]
     if not 0 <= shift <= positions - num_slots:
         raise errors.InputError(f"shift: got {shift}, wanted 0 to {positions - num_slots}, where the tables end")
@@ -120,8 +120,8 @@ def layer_value_shift_difference(
     def values(moved: int) -> list[jax.Array]:
         tables = ShiftedTables(runner.tables, jnp.int32(moved))
         cache = cache_lib.make_cache(config.model, num_slots, config.jnp_dtype)
-        shifted = generate.Runner(runner.programs, runner.params, tables)
-        layers = generate.run(shifted, cache, planned, 0).cache.layers
+        shifted = run_lib.Runner(runner.programs, runner.params, tables)
+        layers = run_lib.run(shifted, cache, planned, 0).cache.layers
         return [cache_lib.read_slots(layer.v_SxKxH, jnp.int32(0), len(planned), config.jnp_dtype) for layer in layers]
 
     counts = [bits.bit_difference_count(a, b) for a, b in zip(values(0), values(shift), strict=True)]

@@ -10,9 +10,9 @@ import numpy as np
 from kvgraft_jax import errors
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import manifest, rows
+from kvgraft_jax.runtime import state as state_lib
 
 
 @dataclasses.dataclass(frozen=True)

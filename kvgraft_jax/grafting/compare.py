@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from kvgraft_jax import digest, errors
-from kvgraft_jax.gemma import state as state_lib
 from kvgraft_jax.grafting import capture, manifest
+from kvgraft_jax.runtime import state as state_lib
 
 
 @dataclasses.dataclass(frozen=True)

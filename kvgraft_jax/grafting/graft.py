@@ -9,12 +9,12 @@ from kvgraft_jax import errors
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import generate
 from kvgraft_jax.gemma import sharding as sharding_lib
-from kvgraft_jax.gemma import state as state_lib
-from kvgraft_jax.gemma import step as step_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import capture, rows
+from kvgraft_jax.runtime import run as run_lib
+from kvgraft_jax.runtime import state as state_lib
+from kvgraft_jax.runtime import step as step_lib
 
 MACHINE_FIELDS = (
     "cpu",
@@ -76,7 +76,7 @@ def plan_graft(
             f"position: got {position}, wanted 0: keys are stored after rotary encoding, so a graft at any but its own "
             "position is not bit-exact and is refused"
         )
-    generate.plan_capacity(0, artifact.length, capacity, "of the artifact")
+    run_lib.plan_capacity(0, artifact.length, capacity, "of the artifact")
     model = config.model
     if len(artifact.logits_V) != model.vocab_size:
         raise _foreign(artifact, "logits", f"{len(artifact.logits_V)} entries, wanted {model.vocab_size}")

@@ -16,7 +16,7 @@ from kvgraft_jax import errors
 from kvgraft_jax import progress as progress_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary
-from kvgraft_jax.gemma import step as step_lib
+from kvgraft_jax.runtime import step as step_lib
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

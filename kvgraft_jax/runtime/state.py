@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import step as step_lib
+from kvgraft_jax.runtime import step as step_lib
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
