@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvgraft_jax.checkpoints.load import Model, load_model
     from kvgraft_jax.engine import Engine
     from kvgraft_jax.errors import (
         ArtifactNotFound,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         WeightsError,
         WindowError,
     )
-    from kvgraft_jax.gemma.model import Model, load_model
     from kvgraft_jax.gemma.sharding import make_mesh
     from kvgraft_jax.grafting.artifact import Artifact
     from kvgraft_jax.grafting.compare import Comparison, compare

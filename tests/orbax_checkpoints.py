@@ -16,9 +16,10 @@ import numpy as np
 import orbax.checkpoint as old_ocp
 from orbax.checkpoint import v1 as ocp
 
+from kvgraft_jax.checkpoints import assemble
+from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
-from kvgraft_jax.gemma.weights import assemble, random_init
 
 BF16 = np.dtype(jnp.bfloat16)
 VOCAB_SIZE = 420  # As many as `tiny_tokenizers.sentencepiece_model` has pieces.
@@ -58,7 +59,7 @@ def config(kind: str) -> config_lib.GemmaConfig:
 @functools.cache
 def weights(kind: str) -> assemble.Assembled:
     """Random weights of it."""
-    return random_init.initialise(config(kind), 7, BF16)
+    return random_lib.initialise(config(kind), 7, BF16)
 
 
 def arrays(kind: str) -> dict[str, np.ndarray]:

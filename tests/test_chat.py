@@ -9,8 +9,8 @@ import pytest
 
 from experiments.benchmark import export
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import model
-from kvgraft_jax.gemma.weights import gguf_header, package
+from kvgraft_jax.checkpoints import load, package
+from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 from tests import checkpoints, tiny_tokenizers
@@ -196,21 +196,21 @@ def test_real_vocabulary(real):
 
 
 def test_models_get_the_style_of_their_template(tmp_path):
-    made = model.load_model(checkpoints.URI.replace("vocab=97", "vocab=420"))
+    made = load.load_model(checkpoints.URI.replace("vocab=97", "vocab=420"))
     tensors, config_json = export.tensors(made), checkpoints.new_config(made.config)
     uri = checkpoints.write_safetensors(tmp_path / "hf", config_json, tensors)
-    assert model.load_model(uri).chat is None
+    assert load.load_model(uri).chat is None
     (tmp_path / "hf" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
-    assert model.load_model(uri).chat.style == "plain"
+    assert load.load_model(uri).chat.style == "plain"
     settings = tmp_path / "hf" / "tokenizer_config.json"
     settings.write_text(json.dumps({"chat_template": "{{ bos_token }}<start_of_turn>"}))
-    assert model.load_model(uri).chat.style == "gemma3"
+    assert load.load_model(uri).chat.style == "gemma3"
     settings.write_text(json.dumps({"chat_template": "[INST]"}))
     with pytest.raises(errors.TokenizerError, match="wanted that of Gemma 3 or Gemma 4"):
-        model.load_model(uri)
+        load.load_model(uri)
     settings.write_text("{}")
     (tmp_path / "hf" / "chat_template.jinja").write_text("<start_of_turn>")
-    assert model.load_model(uri).chat.style == "gemma3"
+    assert load.load_model(uri).chat.style == "gemma3"
 
     def plain(value):
         return list(map(bytes.decode, value)) if isinstance(value, tuple) else value
@@ -219,6 +219,6 @@ def test_models_get_the_style_of_their_template(tmp_path):
     metadata |= {key: metadata[key].tolist() for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")}
     path = tmp_path / "m.gguf"
     checkpoints.write_gguf(path, made.config, tensors, metadata=metadata | {"tokenizer.chat_template": TURNS})
-    loaded = model.load_model(f"gguf:{path}")
+    loaded = load.load_model(f"gguf:{path}")
     assert loaded.chat.style == "gemma3" and loaded.digest == made.digest
-    assert loaded.tokenizer.encode("the <eos> code") == model.load_model(uri).tokenizer.encode("the <eos> code")
+    assert loaded.tokenizer.encode("the <eos> code") == load.load_model(uri).tokenizer.encode("the <eos> code")

@@ -113,11 +113,12 @@ def test_every_marker_is_described():
 
 
 def test_what_a_uri_can_say_is_described():
-    from kvgraft_jax.gemma import configurations, model
+    from kvgraft_jax.checkpoints import load
+    from kvgraft_jax.gemma import configurations
     from kvgraft_jax.text import chat
 
-    names = [*configurations.CONFIGURATIONS, *chat._STYLES, *model._CUTS, "hf:", "gguf:", "orbax:", "package:"]
-    names += [f"{key}=NAME" for keys in model._OPTIONS.values() for key in keys] + ["random:", "seed="]
+    names = [*configurations.CONFIGURATIONS, *chat._STYLES, *load._CUTS, "hf:", "gguf:", "orbax:", "package:"]
+    names += [f"{key}=NAME" for keys in load._OPTIONS.values() for key in keys] + ["random:", "seed="]
     described = "\n".join(_code(_text("docs/checkpoints.md")))
     assert [name for name in names if name not in described] == []
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvgraft_jax import determinism, device_memory, errors
 from kvgraft_jax import engine as engine_lib
-from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import rotary
 from kvgraft_jax.runtime import run as run_lib
 from kvgraft_jax.runtime import step as step_lib
@@ -110,7 +110,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch
 
 
 def test_the_largest_capacity_is_refused_at_once():
-    model = model_lib.load_model("random:gemma-3-27b?embed=16&hidden=16&vocab=64&heads=16")
+    model = load.load_model("random:gemma-3-27b?embed=16&hidden=16&vocab=64&heads=16")
     with pytest.raises(errors.ResourceError, match="needs 2[0-9]{12} bytes"):
         engine_lib.Engine(model, capacity=1 << 22)
 

@@ -10,8 +10,8 @@ import pytest
 
 from experiments.benchmark import export
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import model as model_lib
 from tests import tiny
 
 VALUES = (
@@ -37,7 +37,7 @@ def directory(tmp_path_factory):
     """A small checkpoint that loads."""
     path = tmp_path_factory.mktemp("model")
     export.export(tiny.model(), path)
-    assert model_lib.load_model(f"hf:{path}").digest == tiny.model().digest
+    assert load.load_model(f"hf:{path}").digest == tiny.model().digest
     return path
 
 
@@ -55,7 +55,7 @@ def test_any_value_in_any_field_loads_or_is_a_typed_error(directory, tmp_path):
         for value in VALUES:
             (tmp_path / "config.json").write_text(json.dumps({**document, field: value}))
             try:
-                model_lib.load_model(f"hf:{tmp_path}")
+                load.load_model(f"hf:{tmp_path}")
             except errors.KVGraftError:
                 refused += 1
     assert refused > len(fields(directory)) * len(VALUES) // 2
@@ -96,19 +96,19 @@ def test_a_bomb_of_layers_is_refused_before_it_is_built(count):
 )
 def test_uris(uri):
     with pytest.raises(errors.KVGraftError):
-        model_lib.load_model(uri)
+        load.load_model(uri)
 
 
 def test_dtype_of_another_type():
     with pytest.raises(errors.ConfigError, match="dtype"):
-        model_lib.load_model(tiny.URI, dtype=["bfloat16"])
+        load.load_model(tiny.URI, dtype=["bfloat16"])
 
 
 @pytest.mark.parametrize("scheme", ["hf", "gguf", "orbax"])
 @pytest.mark.parametrize("path", ["x" * 5000, "x/" + "x" * 300, "/proc/self/mem/x"])
 def test_paths_that_no_system_opens(scheme, path):
     with pytest.raises(errors.WeightsError) as caught:
-        model_lib.load_model(f"{scheme}:{path}")
+        load.load_model(f"{scheme}:{path}")
     assert len(str(caught.value)) < 6000
 
 
@@ -117,7 +117,7 @@ def test_a_shard_with_a_name_that_no_system_opens(directory, tmp_path):
     index = {"weight_map": {"a": "x" * 300}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(errors.WeightsError):
-        model_lib.load_model(f"hf:{tmp_path}")
+        load.load_model(f"hf:{tmp_path}")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])
@@ -127,7 +127,7 @@ def test_files_that_cannot_be_read(directory, tmp_path, name):
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).symlink_to("/proc/self/mem")  # A file whose first byte is an input/output error, even to root.
     with pytest.raises(errors.WeightsError, match="cannot be read"):
-        model_lib.load_model(f"hf:{tmp_path}")
+        load.load_model(f"hf:{tmp_path}")
 
 
 def test_tensors_that_cannot_be_read(directory, monkeypatch):
@@ -136,4 +136,4 @@ def test_tensors_that_cannot_be_read(directory, monkeypatch):
 
     monkeypatch.setattr(np, "fromfile", fail)
     with pytest.raises(errors.WeightsError, match="cannot be read .*Permission denied: 'model.safetensors'"):
-        model_lib.load_model(f"hf:{directory}")
+        load.load_model(f"hf:{directory}")

@@ -9,9 +9,9 @@ import pytest
 
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import configurations
-from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import compare, storage
 from tests import checkpoints, tiny
@@ -49,7 +49,7 @@ def test_bytes_per_token(name):
 
 @pytest.mark.parametrize("name", OWNERS)
 def test_the_manifest_lists_the_owners_and_nothing_else_is_grafted(name, tmp_path):
-    model = model_lib.load_model(checkpoints.SMALL_URIS[name])
+    model = load.load_model(checkpoints.SMALL_URIS[name])
     engine = engine_lib.Engine(model, capacity=64, width=8, kv_block=16)
     state = engine.prefill([token_id % 97 for token_id in tiny.tokens(40)])
     artifact = engine.capture(state, policy="full")

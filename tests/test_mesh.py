@@ -17,8 +17,8 @@ import pytest
 from experiments.benchmark import export
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.grafting import compare, storage
 from kvgraft_jax.runtime import step as step_lib
@@ -37,7 +37,7 @@ URIS = (
 def measured(uri: str, num_devices: int, store: str) -> dict:
     """What a process with `num_devices` devices finds; runs in a process of its own."""
     mesh = sharding_lib.make_mesh(num_devices)
-    model = model_lib.load_model(uri, "float32", mesh=mesh)
+    model = load.load_model(uri, "float32", mesh=mesh)
     engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
     token_ids = tiny.tokens(60)
     state = engine.prefill(token_ids)
@@ -89,7 +89,7 @@ def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path)
     assert spread["largest_gather"] <= tiny.WIDTH * 512  # activations and logits at most, no parameter
     assert spread["share"] < 0.4 and alone["share"] == 1 and spread["cache_share"] == cache_share
     assert all(found["cache_bytes"] == found["planned_bytes"] for found in (spread, alone))
-    model = model_lib.load_model(uri, "float32")
+    model = load.load_model(uri, "float32")
     engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
     artifact = storage.load_artifact(tmp_path, spread["artifact_id"])
     with pytest.raises(errors.PinMismatch, match="mesh"):
@@ -99,13 +99,13 @@ def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path)
 
 def digest_on_mesh(uri: str) -> str:
     """Loads a checkpoint over all devices: its digest and how many hold it; runs in a process of its own."""
-    model = model_lib.load_model(uri, mesh=sharding_lib.make_mesh(DEVICES))
+    model = load.load_model(uri, mesh=sharding_lib.make_mesh(DEVICES))
     kernel = model.params["layer_0"]["mlp"]["gate_proj"]["kernel"]
     return f"{model.digest} {len(kernel.devices())} {kernel.addressable_shards[0].data.shape[1] / kernel.shape[1]}"
 
 
 def test_a_checkpoint_is_spread_as_it_is_read(tmp_path):
-    made = model_lib.load_model(checkpoints.URI)
+    made = load.load_model(checkpoints.URI)
     uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), export.tensors(made), shards=2)
     done = run("-c", f"from tests import test_mesh; print(test_mesh.digest_on_mesh({uri!r}))")
     assert done.stdout.split() == [made.digest, str(DEVICES), str(1 / DEVICES)], done.stderr
@@ -124,8 +124,8 @@ def test_a_mesh_that_cannot_be_is_refused():
     point = jax.sharding.Mesh(np.array(one[0]), ())
     for mesh in (jax.sharding.Mesh(one, ("batch",)), explicit, none, twice, grid, point, 4):
         with pytest.raises(errors.ConfigError, match="mesh: got .*make_mesh"):
-            model_lib.load_model(tiny.URI, mesh=mesh)
-    assert model_lib.load_model(tiny.URI, mesh=jax.sharding.Mesh(one, ("model",))).mesh is None
+            load.load_model(tiny.URI, mesh=mesh)
+    assert load.load_model(tiny.URI, mesh=jax.sharding.Mesh(one, ("model",))).mesh is None
 
 
 def test_graft_exactness_runs_on_a_mesh_in_both_processes(tmp_path):

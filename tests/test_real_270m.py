@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvgraft_jax import engine as engine_lib
-from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.checkpoints import load
 from kvgraft_jax.grafting import compare, storage
 
 REFERENCE = pathlib.Path(__file__).parent / "golden" / "reference.json"
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
 @functools.cache
 def engine(dtype: str) -> engine_lib.Engine:
-    return engine_lib.Engine(model_lib.load_model("package:gemma-3-270m", dtype), capacity=1024)
+    return engine_lib.Engine(load.load_model("package:gemma-3-270m", dtype), capacity=1024)
 
 
 @functools.cache

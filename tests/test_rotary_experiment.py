@@ -9,8 +9,8 @@ from configs import rotary_exactness as full
 from configs import rotary_small
 from experiments import harness, rotary_exactness, rotary_parts
 from kvgraft_jax import engine as engine_lib
+from kvgraft_jax.checkpoints import load
 from kvgraft_jax.exactness import encodings, keys
-from kvgraft_jax.gemma import model as model_lib
 from tests import test_experiments
 
 
@@ -101,6 +101,6 @@ def test_drift_grows_with_the_position_but_for_pair_0():
 
 def test_values_are_counted_by_layer():
     uri = "random:gemma-3-270m?layers=2&vocab=64&embed=16&hidden=32&heads=1&kv_heads=1&head_dim=16&window=8"
-    engine = engine_lib.Engine(model_lib.load_model(uri, "bfloat16"), capacity=64, kv_block=16)
+    engine = engine_lib.Engine(load.load_model(uri, "bfloat16"), capacity=64, kv_block=16)
     counts, elements = rotary_parts._values(engine, range(20), (0, 5))
     assert elements == 20 * 16 and counts.shape == (2, 2) and counts[0].sum() == 0 < counts[1, 1]

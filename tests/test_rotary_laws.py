@@ -13,10 +13,10 @@ import pytest
 from experiments import check_certificate
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import load
 from kvgraft_jax.exactness import bits, compositions, decoders, encodings, keys, laws, logits, tables, transports
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import layers
-from kvgraft_jax.gemma import model as model_lib
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "rotary.md"
 
@@ -325,7 +325,7 @@ def test_two_tokens_swap_their_attention_with_their_position():  # T6
 
 @pytest.fixture(scope="module")
 def engine():
-    return engine_lib.Engine(model_lib.load_model(THREE_LAYERS, "bfloat16"), capacity=2048, kv_block=64)
+    return engine_lib.Engine(load.load_model(THREE_LAYERS, "bfloat16"), capacity=2048, kv_block=64)
 
 
 def test_values_of_deeper_layers_move_with_positions(engine):  # T6

@@ -9,7 +9,8 @@ import random
 import pytest
 
 from kvgraft_jax import errors
-from kvgraft_jax.gemma.weights import gguf_header, package
+from kvgraft_jax.checkpoints import package
+from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 from tests import tiny_tokenizers
 

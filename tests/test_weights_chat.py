@@ -11,8 +11,8 @@ import pytest
 
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import configurations
-from kvgraft_jax.gemma import model as model_lib
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 from tests import checkpoints, tiny, tiny_tokenizers
 from tests import orbax_checkpoints as written
@@ -30,7 +30,7 @@ def small_sizes_are_known(monkeypatch):
 
 def hugging_face(directory: pathlib.Path, family: int, vocab: int = 420) -> str:
     name = {3: "gemma-3-4b", 4: "gemma-4-12b"}[family]
-    made = model_lib.load_model(checkpoints.SMALL_URIS[name].replace("vocab=97", f"vocab={vocab}"))
+    made = load.load_model(checkpoints.SMALL_URIS[name].replace("vocab=97", f"vocab={vocab}"))
     document = (checkpoints.new_config if family == 3 else checkpoints.gemma4_config)(made.config)
     return checkpoints.write_safetensors(directory, document, checkpoints.stored(made))
 
@@ -52,28 +52,28 @@ def tokenizer_of(family: int) -> bytes:
 def test_a_tokenizer_of_the_other_family(tmp_path, family):
     uri = hugging_face(tmp_path / "m", family)
     (tmp_path / "m" / "tokenizer.json").write_bytes(tokenizer_of(family))
-    assert model_lib.load_model(uri).chat.style == "plain"
+    assert load.load_model(uri).chat.style == "plain"
     (tmp_path / "m" / "tokenizer.json").write_bytes(tokenizer_of(7 - family))
     with pytest.raises(errors.TokenizerError, match=FOREIGN[family]):
-        model_lib.load_model(uri)
+        load.load_model(uri)
 
 
 @pytest.mark.parametrize("family", [3, 4])
 def test_a_tokenizer_beside_an_orbax_directory_is_that_of_the_model(tmp_path, family):
     uri = orbax(tmp_path / "m", family)
     (tmp_path / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
-    assert model_lib.load_model(uri).tokenizer is not None
+    assert load.load_model(uri).tokenizer is not None
     foreign = tiny_tokenizers.sentencepiece_model().replace(PIECES[family].encode(), b"x" * len(PIECES[family]))
     (tmp_path / "tokenizer.model").write_bytes(foreign)
     with pytest.raises(errors.TokenizerError, match=FOREIGN[family]):
-        model_lib.load_model(uri)
+        load.load_model(uri)
 
 
 def test_a_tokenizer_with_more_pieces_than_the_model(tmp_path):
     uri = hugging_face(tmp_path / "m", 3, vocab=97)
     (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     with pytest.raises(errors.TokenizerError, match="420 pieces, of which .* no row among the 97 of the model"):
-        model_lib.load_model(uri)
+        load.load_model(uri)
 
 
 def test_a_tokenizer_with_far_fewer_pieces_than_the_model(tmp_path):
@@ -81,7 +81,7 @@ def test_a_tokenizer_with_far_fewer_pieces_than_the_model(tmp_path):
     uri = hugging_face(tmp_path / "m", 3, vocab=420 + 1025)
     (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     with pytest.raises(errors.TokenizerError, match="420 pieces for 1445 rows of the model, wanted at most 1024 fewer"):
-        model_lib.load_model(uri)
+        load.load_model(uri)
 
 
 def test_a_template_that_is_no_text(tmp_path):
@@ -89,12 +89,12 @@ def test_a_template_that_is_no_text(tmp_path):
     (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     (tmp_path / "m" / "chat_template.jinja").write_bytes(b"<start_of_turn>\xff")
     with pytest.raises(errors.TokenizerError, match="chat_template.jinja: is not UTF-8"):
-        model_lib.load_model(uri)
-    assert model_lib.load_model(f"{uri}?chat=gemma3").chat.style == "gemma3"
+        load.load_model(uri)
+    assert load.load_model(f"{uri}?chat=gemma3").chat.style == "gemma3"
 
 
 def test_a_gguf_file_may_have_its_chat_named(tmp_path):
-    made = model_lib.load_model(checkpoints.SMALL_URIS["gemma-3-4b"].replace("vocab=97", "vocab=420"))
+    made = load.load_model(checkpoints.SMALL_URIS["gemma-3-4b"].replace("vocab=97", "vocab=420"))
     metadata = {
         name: [item.decode() for item in value]
         if isinstance(value, tuple)
@@ -104,8 +104,8 @@ def test_a_gguf_file_may_have_its_chat_named(tmp_path):
         for name, value in tiny_tokenizers.gguf_metadata().items()
     }
     uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, checkpoints.stored(made), metadata=metadata)
-    assert model_lib.load_model(uri).chat.style == "plain"
-    assert model_lib.load_model(f"{uri}?chat=gemma3").chat.style == "gemma3"
+    assert load.load_model(uri).chat.style == "plain"
+    assert load.load_model(f"{uri}?chat=gemma3").chat.style == "gemma3"
 
 
 def test_a_control_piece_after_the_end_of_the_table(tmp_path):
@@ -116,7 +116,7 @@ def test_a_control_piece_after_the_end_of_the_table(tmp_path):
     document["added_tokens"].append(added)
     uri = hugging_face(tmp_path / "m", 3, vocab=size)
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(document))
-    loaded = model_lib.load_model(uri)
+    loaded = load.load_model(uri)
     assert (loaded.config.vocab_size, loaded.tokenizer.vocab_size) == (size, size + 1)
 
 
@@ -126,33 +126,33 @@ def test_a_template_of_the_other_family(tmp_path, family):
     (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     (tmp_path / "m" / "chat_template.jinja").write_text(PIECES[7 - family])
     with pytest.raises(errors.TokenizerError, match=f"turns of Gemma {7 - family}.*model is a Gemma {family}"):
-        model_lib.load_model(uri)
+        load.load_model(uri)
 
 
 @pytest.mark.parametrize("form", [hugging_face, orbax])
 def test_the_uri_names_the_chat(tmp_path, form):
     uri = form(tmp_path / "m", 4)
     with pytest.raises(errors.TokenizerError, match="has no tokenizer, which the chat 'gemma4' needs"):
-        model_lib.load_model(f"{uri}?chat=gemma4")
+        load.load_model(f"{uri}?chat=gemma4")
     (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     plain, turns, thought = (
-        model_lib.load_model(f"{uri}{query}") for query in ("", "?chat=gemma4", "?chat=gemma4-empty-thought")
+        load.load_model(f"{uri}{query}") for query in ("", "?chat=gemma4", "?chat=gemma4-empty-thought")
     )
     assert [loaded.chat.style for loaded in (plain, turns, thought)] == ["plain", "gemma4", "gemma4-empty-thought"]
     assert turns.digest == plain.digest
     with pytest.raises(errors.TokenizerError, match="turns of Gemma 3"):
-        model_lib.load_model(f"{uri}?chat=gemma3")
+        load.load_model(f"{uri}?chat=gemma3")
     with pytest.raises(errors.ConfigError, match="got 'chatml', wanted one of 'plain', 'gemma3', 'gemma4', 'gemma4-e"):
-        model_lib.load_model(f"{uri}?chat=chatml")
+        load.load_model(f"{uri}?chat=chatml")
     for query in ("?cat=gemma4", "?chat", "?chat=gemma4&chat=gemma4"):
         with pytest.raises(errors.ConfigError, match="model URI"):
-            model_lib.load_model(uri + query)
+            load.load_model(uri + query)
 
 
 def test_chat_and_configuration_of_an_orbax_directory(tmp_path):
     uri = orbax(tmp_path / "m", 3)
     (tmp_path / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
-    loaded = model_lib.load_model(f"{uri}?config=small-gemma3&chat=gemma3")
+    loaded = load.load_model(f"{uri}?config=small-gemma3&chat=gemma3")
     assert (loaded.config.name, loaded.chat.style) == ("small-gemma3", "gemma3")
 
 
@@ -160,14 +160,14 @@ def test_the_chat_named_goes_before_the_template(tmp_path):
     uri = hugging_face(tmp_path / "m", 4)
     (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     (tmp_path / "m" / "chat_template.jinja").write_text("<|turn>")
-    assert model_lib.load_model(uri).chat.style == "gemma4-empty-thought"
-    assert model_lib.load_model(f"{uri}?chat=gemma4").chat.style == "gemma4"
+    assert load.load_model(uri).chat.style == "gemma4-empty-thought"
+    assert load.load_model(f"{uri}?chat=gemma4").chat.style == "gemma4"
 
 
 def test_what_ends_the_turn_ends_decoding(tmp_path):
     uri = orbax(tmp_path / "m", 3)
     (tmp_path / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
-    plain, turns = (model_lib.load_model(f"{uri}{query}") for query in ("", "?chat=gemma3"))
+    plain, turns = (load.load_model(f"{uri}{query}") for query in ("", "?chat=gemma3"))
     end = turns.tokenizer.control_id("<end_of_turn>")
     assert (plain.stop_ids, turns.stop_ids) == ((1,), (1, end))
     assert dataclasses.replace(plain, chat=None, tokenizer=None).stop_ids == plain.config.stop_ids
@@ -182,4 +182,4 @@ def test_what_ends_the_turn_ends_decoding(tmp_path):
 @pytest.mark.parametrize("scheme", ["hf", "orbax"])
 def test_nothing_is_downloaded(scheme):
     with pytest.raises(errors.WeightsError, match="google/gemma-4-12b: is no directory.*nothing is downloaded"):
-        model_lib.load_model(f"{scheme}:google/gemma-4-12b")
+        load.load_model(f"{scheme}:google/gemma-4-12b")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import assemble, load
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import model, rotary, transformer
-from kvgraft_jax.gemma.weights import assemble
+from kvgraft_jax.gemma import rotary, transformer
 from tests import checkpoints
 
 WIDTH = 32
@@ -34,8 +34,8 @@ OTHER_MODALITIES = {
 
 
 @functools.cache
-def made(name: str) -> model.Model:
-    return model.load_model(checkpoints.SMALL_URIS[name])
+def made(name: str) -> load.Model:
+    return load.load_model(checkpoints.SMALL_URIS[name])
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def _step(config: config_lib.GemmaConfig, dtype: str):
     return step
 
 
-def logits(loaded: model.Model, tokens: np.ndarray) -> np.ndarray:
+def logits(loaded: load.Model, tokens: np.ndarray) -> np.ndarray:
     """Logits [T, V], all tokens in one step."""
     config = dataclasses.replace(loaded.config, name="")
     padded = np.zeros(WIDTH, np.int32)
@@ -71,7 +71,7 @@ def made_logits(name: str) -> np.ndarray:
     return logits(made(name), np.arange(20) * 7 % 97)
 
 
-def assert_same(loaded: model.Model, name: str) -> None:
+def assert_same(loaded: load.Model, name: str) -> None:
     wanted = made(name)
     assert loaded.config.document() == wanted.config.document()
     assert loaded.digest == wanted.digest
@@ -89,7 +89,7 @@ def test_official_safetensors(tmp_path, monkeypatch, name):
     prefix = "model.language_model." if family4 else "model."
     kept = tensors(name) | checkpoints.unused(config)
     uri = checkpoints.write_safetensors(tmp_path, config_json, kept, prefix, extra=OTHER_MODALITIES)
-    assert_same(model.load_model(uri), name)
+    assert_same(load.load_model(uri), name)
 
 
 @pytest.mark.parametrize("name", FAMILY4)
@@ -97,7 +97,7 @@ def test_safetensors_saved_again_in_shards(tmp_path, name):
     config_json = checkpoints.gemma4_saved_again(made(name).config)
     head = {"lm_head.weight": tensors(name)["embed_tokens.weight"].copy()}
     uri = checkpoints.write_safetensors(tmp_path, config_json, tensors(name) | head, shards=3)
-    loaded = model.load_model(uri)
+    loaded = load.load_model(uri)
     assert loaded.digest == made(name).digest and loaded.config.document() == made(name).config.document()
 
 
@@ -107,7 +107,7 @@ def test_gguf(tmp_path, monkeypatch, name):
     config = made(name).config
     extra = checkpoints.rotary_divisors(config) | checkpoints.unused(config) if name in FAMILY4 else {}
     uri = checkpoints.write_gguf(tmp_path / "m.gguf", config, tensors(name) | extra)
-    loaded = model.load_model(uri)
+    loaded = load.load_model(uri)
     if name == "gemma-3-27b":  # Known by its 62 layers, which a cut has not.
         own_scale = dataclasses.replace(loaded.config, query_scale=168**-0.5)
         loaded = dataclasses.replace(loaded, config=own_scale)
@@ -121,7 +121,7 @@ def test_gguf_with_experts_in_two_tensors(tmp_path, monkeypatch):
         uri = checkpoints.write_gguf(
             tmp_path / "m.gguf", made(name).config, tensors(name) | extra, kind, split_experts=True
         )
-        assert model.load_model(uri).digest == made(name).digest
+        assert load.load_model(uri).digest == made(name).digest
 
 
 def test_gguf_with_per_layer_embeddings_never_takes_keys_for_values(tmp_path):
@@ -131,7 +131,7 @@ def test_gguf_with_per_layer_embeddings_never_takes_keys_for_values(tmp_path):
     kept = {name: array for name, array in tensors("gemma-4-e2b").items() if name not in lost}
     uri = checkpoints.write_gguf(tmp_path / "m.gguf", config, kept | checkpoints.rotary_divisors(config))
     with pytest.raises(errors.WeightsError) as caught:
-        model.load_model(uri)
+        load.load_model(uri)
     assert lost and all(f"missing: {name}" in str(caught.value) for name in lost)
 
 
@@ -140,7 +140,7 @@ def test_gguf_rotary_divisors_that_contradict(tmp_path, divisors):
     extra = {} if divisors is None else {"rope_freqs.weight": divisors}
     uri = checkpoints.write_gguf(tmp_path / "m.gguf", made("gemma-4-12b").config, tensors("gemma-4-12b") | extra)
     with pytest.raises(errors.WeightsError, match="rope_freqs.weight: got .* wanted 8 times 1, then 24 times 1e30"):
-        model.load_model(uri)
+        load.load_model(uri)
 
 
 def test_one_error_lists_all_tensors_of_experts(tmp_path):
@@ -150,7 +150,7 @@ def test_one_error_lists_all_tensors_of_experts(tmp_path):
     wrong["layers.2.experts.gate_up_proj.weight"] = wrong["layers.2.experts.gate_up_proj"]
     wrong["layers.5.self_attn.v_proj.weight"] = np.zeros((64, 64), np.float32)
     with pytest.raises(errors.WeightsError) as caught:
-        model.load_model(checkpoints.write_safetensors(tmp_path / "m", checkpoints.gemma4_config(config), wrong))
+        load.load_model(checkpoints.write_safetensors(tmp_path / "m", checkpoints.gemma4_config(config), wrong))
     for line in (
         "4 tensor(s)",
         "missing: layers.0.router.scale, wanted shape (64,)",
@@ -165,7 +165,7 @@ def test_unused_tensors_are_checked_for_their_shape(tmp_path):
     config = made("gemma-4-e2b").config
     wrong = tensors("gemma-4-e2b") | {"layers.9.self_attn.k_norm.weight": np.zeros(32, np.float32)}
     with pytest.raises(errors.WeightsError, match=r"layers.9.self_attn.k_norm.weight: got \(32,\), wanted \(64,\)"):
-        model.load_model(checkpoints.write_safetensors(tmp_path, checkpoints.gemma4_config(config), wrong))
+        load.load_model(checkpoints.write_safetensors(tmp_path, checkpoints.gemma4_config(config), wrong))
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "gguf"])
@@ -180,7 +180,7 @@ def test_files_cut_short(tmp_path, suffix):
     for size in (0, 9, len(whole) // 2, len(whole) - 64):
         path.write_bytes(whole[:size])
         with pytest.raises(errors.WeightsError, match=f"model.{suffix}"):
-            model.load_model(uri)
+            load.load_model(uri)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "e2b", "31b", "12b", "26b"])
@@ -188,7 +188,7 @@ def test_golden_logits_through_the_loader(tmp_path, name):
     golden = np.load(GOLDEN / f"{name}.npz")
     stored = {key.removeprefix("w/"): golden[key] for key in golden.files if key.startswith("w/")}
     document = json.loads(str(golden["hf_config_json"]))
-    loaded = model.load_model(checkpoints.write_safetensors(tmp_path, document, stored, prefix=""))
+    loaded = load.load_model(checkpoints.write_safetensors(tmp_path, document, stored, prefix=""))
     assert loaded.config.layer_kinds == tuple(kind.removesuffix("_attention") for kind in document["layer_types"])
     assert np.array_equal(logits(loaded, golden["input_ids"].reshape(-1)), golden["logits_bf16"])
 
@@ -200,7 +200,7 @@ def test_golden_configurations(tmp_path):
         document = json.loads(str(golden["hf_config_json"]))
         stored = {key.removeprefix("w/"): golden[key] for key in golden.files if key.startswith("w/")}
         uri = checkpoints.write_safetensors(tmp_path / name, document, stored, prefix="")
-        parsed[name] = model.load_model(uri).config
+        parsed[name] = load.load_model(uri).config
     e2b, big = parsed["e2b"], parsed["31b"]
     assert big.document() == parsed["12b"].document()
     assert big.full == config_lib.AttentionConfig(1, 32, config_lib.RotaryConfig(1e6, fraction=0.25), None, True)

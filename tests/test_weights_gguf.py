@@ -10,8 +10,10 @@ import pytest
 
 from experiments.benchmark import export
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import configurations, model
-from kvgraft_jax.gemma.weights import assemble, gguf_config, gguf_header
+from kvgraft_jax.checkpoints import assemble, load
+from kvgraft_jax.checkpoints.gguf import config as gguf_config
+from kvgraft_jax.checkpoints.gguf import header as gguf_header
+from kvgraft_jax.gemma import configurations
 from tests import checkpoints, tiny_tokenizers
 
 KIND = gguf.GGMLQuantizationType
@@ -24,18 +26,18 @@ made, tensors = checkpoints.made, checkpoints.tensors
 def test_same_model_as_from_safetensors(tmp_path, monkeypatch, made, tensors, kind):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)  # many row blocks for each tensor
     uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, dict(reversed(tensors.items())), kind)
-    loaded = model.load_model(uri)
+    loaded = load.load_model(uri)
     assert loaded.digest == made.digest
     assert loaded.config.document() == made.config.document()
     assert loaded.tokenizer is None and loaded.chat is None
     directory = checkpoints.write_safetensors(tmp_path / "hf", checkpoints.new_config(made.config), tensors)
-    assert model.load_model(uri, "float32").digest == model.load_model(directory, "float32").digest != made.digest
+    assert load.load_model(uri, "float32").digest == load.load_model(directory, "float32").digest != made.digest
 
 
 @pytest.mark.parametrize("kind", [KIND.Q8_0, KIND.Q4_0, KIND.F16])
 def test_quantised_tensors(tmp_path, monkeypatch, made, tensors, kind):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)
-    loaded = model.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, kind), "float32")
+    loaded = load.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, kind), "float32")
     found = export.tensors(loaded)
     for name, array in tensors.items():
         array = array.astype(np.float32)
@@ -48,17 +50,17 @@ def test_norms_are_shifted_in_float32(tmp_path, made, tensors):
     stored = dict(tensors)
     tiny = np.full(64, 2.0**-12, np.float32)
     stored["layers.2.input_layernorm.weight"] = tiny
-    loaded = model.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored))
+    loaded = load.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored))
     assert np.array_equal(loaded.params["layer_2"]["pre_attention_norm"]["scale"], tiny.astype(checkpoints.BF16))
 
 
 def test_tied_head(tmp_path, made, tensors):
     table = tensors["embed_tokens.weight"]
     uri = checkpoints.write_gguf(tmp_path / "a.gguf", made.config, tensors | {"lm_head.weight": table})
-    assert model.load_model(uri).digest == made.digest
+    assert load.load_model(uri).digest == made.digest
     uri = checkpoints.write_gguf(tmp_path / "b.gguf", made.config, tensors | {"lm_head.weight": table * 2})
     with pytest.raises(errors.WeightsError, match="lm_head.weight differs"):
-        model.load_model(uri)
+        load.load_model(uri)
 
 
 def test_one_error_lists_all_tensors(tmp_path, made, tensors):
@@ -66,7 +68,7 @@ def test_one_error_lists_all_tensors(tmp_path, made, tensors):
     del wrong["layers.4.mlp.down_proj.weight"]
     wrong["norm.weight"] = np.zeros(65, np.float32)
     with pytest.raises(errors.WeightsError) as caught:
-        model.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, wrong))
+        load.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, wrong))
     assert "missing: layers.4.mlp.down_proj.weight" in str(caught.value)
     assert "wrong shape: norm.weight: got (65,), wanted (64,)" in str(caught.value)
 
@@ -80,7 +82,7 @@ def test_truncated_at_every_boundary(tmp_path, made, tensors):
     for size in [0, 3, 23, *range(24, first, 97), first, len(whole) // 2, len(whole) - 64]:
         path.write_bytes(whole[:size])
         with pytest.raises(errors.WeightsError, match="m.gguf"):
-            model.load_model(uri)
+            load.load_model(uri)
 
 
 def _string(text: str) -> bytes:
@@ -130,7 +132,7 @@ _ARCHITECTURE = _string("general.architecture") + struct.pack("<I", 8) + _string
 def test_headers_that_lie_are_refused(tmp_path, content, reason):
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(errors.WeightsError, match="m.gguf") as caught:
-        model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
+        load.load_model(f"gguf:{tmp_path / 'm.gguf'}")
     assert reason in str(caught.value)
 
 
@@ -159,9 +161,9 @@ def test_any_flipped_bit_of_an_offset_is_damage(tmp_path, alignment):
 
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(errors.WeightsError, match="does not exist"):
-        model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
+        load.load_model(f"gguf:{tmp_path / 'm.gguf'}")
     with pytest.raises(errors.WeightsError, match="is a directory"):
-        model.load_model(f"gguf:{tmp_path}")
+        load.load_model(f"gguf:{tmp_path}")
 
 
 def test_quantisations_that_cannot_be_undone(tmp_path):
@@ -170,7 +172,7 @@ def test_quantisations_that_cannot_be_undone(tmp_path):
     header = gguf_header.read_header(tmp_path / "m.gguf")
     assert header.tensors["token_embd.weight"].shape == (2, 64)
     with pytest.raises(errors.ConfigError, match="missing context_length"):
-        model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
+        load.load_model(f"gguf:{tmp_path / 'm.gguf'}")
 
 
 def test_integer_tensors_are_named(tmp_path, made, tensors):
@@ -180,7 +182,7 @@ def test_integer_tensors_are_named(tmp_path, made, tensors):
     place = raw.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8
     path.write_bytes(raw[:place] + struct.pack("<I", KIND.I32) + raw[place + 4 :])
     with pytest.raises(errors.WeightsError, match="output_norm.weight: I32 cannot be dequantised"):
-        model.load_model(uri)
+        load.load_model(uri)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_integer_tensors_are_named(tmp_path, made, tensors):
 def test_metadata_that_would_give_other_numbers(tmp_path, made, tensors, metadata, named):
     uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, metadata=metadata)
     with pytest.raises(errors.ConfigError, match="m.gguf: ") as caught:
-        model.load_model(uri)
+        load.load_model(uri)
     assert named in str(caught.value)
 
 
@@ -222,7 +224,7 @@ def test_two_tensors_of_one_public_name_are_refused(tmp_path, monkeypatch, made,
     monkeypatch.setattr(checkpoints, "gguf_name", lambda name: twin if name == "extra" else in_file(name))
     uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors | {"extra": tensors[twin]})
     with pytest.raises(errors.WeightsError, match=f"{in_file(twin)} and {twin} are both {twin}"):
-        model.load_model(uri)
+        load.load_model(uri)
 
 
 def test_other_architectures(tmp_path):
@@ -233,7 +235,7 @@ def test_other_architectures(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(errors.ConfigError, match="general.architecture: got 'llama', wanted 'gemma3' or 'gemma4'"):
-        model.load_model(f"gguf:{tmp_path / 'm.gguf'}")
+        load.load_model(f"gguf:{tmp_path / 'm.gguf'}")
 
 
 @pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
@@ -273,12 +275,12 @@ def test_metadata_gives_the_released_configurations(name):
     ],
 )
 def test_gemma_4_metadata_that_would_give_other_numbers(tmp_path, metadata, named):
-    loaded = model.load_model(checkpoints.SMALL_URIS["gemma-4-e2b"])
+    loaded = load.load_model(checkpoints.SMALL_URIS["gemma-4-e2b"])
     metadata = {f"gemma4.{key}": value for key, value in metadata.items()}
     stored = checkpoints.stored(loaded) | checkpoints.rotary_divisors(loaded.config)
     uri = checkpoints.write_gguf(tmp_path / "m.gguf", loaded.config, stored, metadata=metadata)
     with pytest.raises(errors.ConfigError, match="m.gguf: ") as caught:
-        model.load_model(uri)
+        load.load_model(uri)
     assert named in str(caught.value)
 
 
@@ -294,10 +296,10 @@ def test_gemma_4_with_its_tokenizer_and_turns(tmp_path):
     held = tiny_tokenizers.gguf_merges_metadata()
     metadata = {key: value if isinstance(value, str | int) else _plain(value) for key, value in held.items()}
     vocab = f"vocab={len(held['tokenizer.ggml.tokens'])}"
-    made = model.load_model(checkpoints.SMALL_URIS["gemma-4-12b"].replace("vocab=97", vocab))
+    made = load.load_model(checkpoints.SMALL_URIS["gemma-4-12b"].replace("vocab=97", vocab))
     stored = checkpoints.stored(made) | checkpoints.rotary_divisors(made.config)
     metadata |= {"tokenizer.chat_template": "{{ '<|turn>user' }}"}
-    loaded = model.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored, metadata=metadata))
+    loaded = load.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored, metadata=metadata))
     assert loaded.digest == made.digest
     text = "hello the code"
     assert loaded.tokenizer.decode(loaded.tokenizer.encode(text)) == text

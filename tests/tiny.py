@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from kvgraft_jax import engine as engine_lib
-from kvgraft_jax.gemma import model as model_lib
+from kvgraft_jax.checkpoints import load
 
 WINDOW = 24
 URI = f"random:gemma-3-270m?seed=0&layers=7&vocab=512&embed=64&hidden=96&heads=4&kv_heads=2&head_dim=32&window={WINDOW}"
@@ -17,9 +17,9 @@ CAPACITY = 160
 
 
 @functools.cache
-def model(dtype: str = "bfloat16", uri: str = URI) -> model_lib.Model:
+def model(dtype: str = "bfloat16", uri: str = URI) -> load.Model:
     """The small model."""
-    return model_lib.load_model(uri, dtype)
+    return load.load_model(uri, dtype)
 
 
 @functools.cache

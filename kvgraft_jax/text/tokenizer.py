@@ -15,7 +15,7 @@ import sentencepiece
 import tokenizers
 
 from kvgraft_jax import errors
-from kvgraft_jax.gemma.weights import gguf_header
+from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.text import bpe_model, sentencepiece_model
 
 _CANDIDATE = re.compile(r"<[^<>]*>")

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import files
+from kvgraft_jax.checkpoints.hf import config as huggingface_config
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
-from kvgraft_jax.gemma.weights import files, huggingface_config
 
 _PREFIXES = ("language_model.model.", "model.language_model.", "model.")
 _OTHER_MODALITIES = (

@@ -17,10 +17,10 @@ import numpy as np
 
 from kvgraft_jax import digest as digest_lib
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import assemble
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
 from kvgraft_jax.gemma import sharding as sharding_lib
-from kvgraft_jax.gemma.weights import assemble
 
 _FACTOR_RANGE = 0.25  # A power of two: see `_uniform`.
 

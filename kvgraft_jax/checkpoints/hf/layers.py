@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import fields as fields_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import fields as fields_lib
 
 KINDS = {"sliding_attention": config_lib.SLIDING, "full_attention": config_lib.FULL}
 

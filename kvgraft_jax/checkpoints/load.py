@@ -13,19 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import errors, host_memory
+from kvgraft_jax.checkpoints import assemble, files, package
+from kvgraft_jax.checkpoints import random as random_lib
+from kvgraft_jax.checkpoints import source as source_lib
+from kvgraft_jax.checkpoints.gguf import file as gguf_file
+from kvgraft_jax.checkpoints.hf import safetensors_file
+from kvgraft_jax.checkpoints.orbax import directory as orbax_directory
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import sharding as sharding_lib
-from kvgraft_jax.gemma.weights import (
-    assemble,
-    files,
-    gguf_file,
-    orbax_directory,
-    package,
-    random_init,
-    safetensors_file,
-)
-from kvgraft_jax.gemma.weights import source as source_lib
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 
@@ -113,7 +109,7 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
         raise errors.ConfigError(f"model URI: got {uri!r}, wanted {_SCHEMES}")
     if scheme == "random":
         config, seed = _random_config(rest)
-        weights = random_init.initialise(config, seed, as_dtype, mesh)
+        weights = random_lib.initialise(config, seed, as_dtype, mesh)
         return Model(config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri, mesh)
     options = {}
     if scheme in _OPTIONS:
@@ -205,7 +201,7 @@ def _random_config(rest: str) -> tuple[config_lib.GemmaConfig, int]:
             raise errors.ConfigError(f"model URI: {key}: got {text[:40]!r}, wanted a whole number of at most 10 digits")
         values[key] = int(text)
     seed = values.pop("seed", 0)
-    return random_init.cut(configurations.get(name), **values), seed
+    return random_lib.cut(configurations.get(name), **values), seed
 
 
 def _template(directory: pathlib.Path) -> str:

@@ -10,9 +10,11 @@ from gguf import constants, quants
 import numpy as np
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import files
+from kvgraft_jax.checkpoints.gguf import config as gguf_config
+from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
-from kvgraft_jax.gemma.weights import files, gguf_config, gguf_header
 
 _TOP = {
     "token_embd.weight": parameters_lib.EMBEDDING_NAME,

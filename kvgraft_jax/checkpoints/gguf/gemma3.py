@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvgraft_jax.checkpoints import fields as fields_lib
+from kvgraft_jax.checkpoints.gguf import header as gguf_header
+from kvgraft_jax.checkpoints.gguf import layers as layers_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import fields as fields_lib
-from kvgraft_jax.gemma.weights import gguf_header
-from kvgraft_jax.gemma.weights import gguf_layers as layers_lib
 
 _LAYERS_OF_27B = 62
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvgraft_jax.checkpoints import fields as fields_lib
+from kvgraft_jax.checkpoints.gguf import header as gguf_header
+from kvgraft_jax.checkpoints.gguf import layers as layers_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import fields as fields_lib
-from kvgraft_jax.gemma.weights import gguf_header
-from kvgraft_jax.gemma.weights import gguf_layers as layers_lib
 
 _FRACTION = 0.25
 _LAYERS_OF_12B = 48

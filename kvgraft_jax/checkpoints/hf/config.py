@@ -8,9 +8,11 @@ import pathlib
 from typing import Any
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import fields as fields_lib
+from kvgraft_jax.checkpoints import files
+from kvgraft_jax.checkpoints.hf import gemma3 as huggingface_gemma3
+from kvgraft_jax.checkpoints.hf import gemma4 as huggingface_gemma4
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import fields as fields_lib
-from kvgraft_jax.gemma.weights import files, huggingface_gemma3, huggingface_gemma4
 
 # The text model inside a multimodal one, by the type of the whole.
 _TEXT_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}

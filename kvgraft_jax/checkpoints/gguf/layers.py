@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvgraft_jax.checkpoints import fields as fields_lib
+from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import fields as fields_lib
-from kvgraft_jax.gemma.weights import gguf_header
 
 
 def vocab_size(fields: fields_lib.Fields, tensors: Mapping[str, gguf_header.StoredTensor]) -> int:

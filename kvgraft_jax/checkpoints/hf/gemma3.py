@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvgraft_jax.checkpoints import fields as fields_lib
+from kvgraft_jax.checkpoints.hf import layers as layers_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import fields as fields_lib
-from kvgraft_jax.gemma.weights import huggingface_layers as layers_lib
 
 _BASES = {"sliding_attention": ("rope_local_base_freq", 1e4), "full_attention": ("rope_theta", 1e6)}
 

@@ -14,7 +14,7 @@ from gguf import constants
 import numpy as np
 
 from kvgraft_jax import errors
-from kvgraft_jax.gemma.weights import files
+from kvgraft_jax.checkpoints import files
 
 Value = int | float | bool | str | np.ndarray | tuple[bytes, ...]
 

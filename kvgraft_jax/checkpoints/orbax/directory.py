@@ -18,10 +18,11 @@ import numpy as np
 import tensorstore
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import files
+from kvgraft_jax.checkpoints.orbax import names as deepmind_names
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import parameters as parameters_lib
-from kvgraft_jax.gemma.weights import deepmind_names, files
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.float16))

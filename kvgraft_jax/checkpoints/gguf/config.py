@@ -6,9 +6,11 @@ from collections.abc import Mapping
 import dataclasses
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import fields as fields_lib
+from kvgraft_jax.checkpoints.gguf import gemma3 as gguf_gemma3
+from kvgraft_jax.checkpoints.gguf import gemma4 as gguf_gemma4
+from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma.weights import fields as fields_lib
-from kvgraft_jax.gemma.weights import gguf_gemma3, gguf_gemma4, gguf_header
 
 _PARSERS = {"gemma3": gguf_gemma3.parse, "gemma4": gguf_gemma4.parse}
 _TURN_ENDS = (b"<eos>", b"<end_of_turn>", b"<turn|>", b"<|tool_response>")

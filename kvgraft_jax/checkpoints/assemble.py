@@ -12,10 +12,10 @@ import numpy as np
 
 from kvgraft_jax import device_memory, errors, progress
 from kvgraft_jax import digest as digest_lib
+from kvgraft_jax.checkpoints import source as source_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
 from kvgraft_jax.gemma import sharding as sharding_lib
-from kvgraft_jax.gemma.weights import source as source_lib
 
 _CHUNK_ELEMENTS = 1 << 21
 _ALIGNMENT = 64
