@@ -16,7 +16,7 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.seed = 0
-    # Keys: the encodings of heads that are 256 and 512 wide, and the schemes of kvgraft_jax/exactness/keys.py.
+    # Keys: the encodings of heads that are 256 and 512 wide, and the schemes of kvgraft_jax/relocation/keys.py.
     config.encodings = ("local256", "g3global256", "g3global256s8", "global512p")
     config.schemes = ("engine bf16", "bf16, f32 arithmetic", "engine f32", "f32 of bf16 keys")
     config.num_keys = 2048

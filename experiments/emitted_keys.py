@@ -24,8 +24,8 @@ from experiments import corpus as corpus_lib
 from experiments import harness, real_keys, rotary_parts
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
-from kvgraft_jax.exactness import bits, decoders, keys, tables
 from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.relocation import bits, decoders, keys, tables
 
 COPY = "copy"
 METHODS = (keys.REROTATE, keys.UNROTATE)

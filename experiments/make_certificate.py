@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments import check_certificate, harness
 from kvgraft_jax import errors, progress
-from kvgraft_jax.exactness import collisions, encodings
+from kvgraft_jax.relocation import collisions, encodings
 
 SAMPLE = 1 << 14
 _LEAVE = 16  # A sample is drawn anew once all but this part of it is settled.

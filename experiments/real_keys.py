@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 import kvgraft_jax as kg
-from kvgraft_jax.exactness import encodings, keys, tables
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import transformer
+from kvgraft_jax.relocation import encodings, keys, tables
 from kvgraft_jax.runtime import step as step_lib
 
 SCHEMES = {"bfloat16": keys.ENGINE_BF16, "float32": keys.ENGINE_F32}

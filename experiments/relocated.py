@@ -15,11 +15,11 @@ import numpy as np
 
 from experiments import real_keys
 import kvgraft_jax as kg
-from kvgraft_jax.exactness import keys
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary as rotary_lib
 from kvgraft_jax.grafting import compare
 from kvgraft_jax.grafting import graft as graft_lib
+from kvgraft_jax.relocation import keys
 from kvgraft_jax.runtime import run as run_lib
 
 PREROTARY = "prerotary"

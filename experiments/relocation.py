@@ -21,9 +21,9 @@ from experiments import corpus as corpus_lib
 from experiments import harness, real_keys, relocated, relocation_plots, rotary_parts
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
-from kvgraft_jax.exactness import keys
 from kvgraft_jax.gemma import rotary as rotary_lib
 from kvgraft_jax.grafting import manifest
+from kvgraft_jax.relocation import keys
 from kvgraft_jax.runtime import step as step_lib
 
 

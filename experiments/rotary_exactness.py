@@ -18,7 +18,7 @@ import numpy as np
 from experiments import harness, rotary_pairs, rotary_parts, rotary_plots
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
-from kvgraft_jax.exactness import bits, collisions, encodings, keys, laws, tables
+from kvgraft_jax.relocation import bits, collisions, encodings, keys, laws, tables
 
 KV_BLOCK = 32
 _ROUNDOFF = {"bfloat16": 2.0**-8, "float32": 2.0**-24}

@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments import rotary_parts
 from kvgraft_jax import progress
-from kvgraft_jax.exactness import collisions, encodings, keys, pair_keys, tables
+from kvgraft_jax.relocation import collisions, encodings, keys, pair_keys, tables
 
 _DRAWS = 24
 _TRIES = 16

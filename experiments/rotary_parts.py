@@ -12,9 +12,9 @@ import numpy as np
 
 from experiments import check_certificate
 import kvgraft_jax as kg
-from kvgraft_jax.exactness import bits, compositions, decoders, encodings, keys, logits, tables, transports
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import rotary as rotary_lib
+from kvgraft_jax.relocation import bits, compositions, decoders, encodings, keys, logits, tables, transports
 
 PAIR0 = encodings.Encoding("pair 0", 2, config_lib.RotaryConfig(1e4))
 DECODER_MOVES = ((0, 1000), (1, 0), (1, 2), (44, 45), (355, 0), (1000, 1001), (1000, 30_000))

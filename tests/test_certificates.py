@@ -13,7 +13,7 @@ import pytest
 
 from experiments import check_certificate, harness, make_certificate
 from kvgraft_jax import errors
-from kvgraft_jax.exactness import collisions, encodings
+from kvgraft_jax.relocation import collisions, encodings
 
 ROOT = pathlib.Path(__file__).parents[1]
 CHECKER = pathlib.Path(check_certificate.__file__)

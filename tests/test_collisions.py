@@ -12,8 +12,8 @@ import pytest
 
 from experiments import check_certificate, make_certificate
 from kvgraft_jax import errors
-from kvgraft_jax.exactness import collisions, encodings
 from kvgraft_jax.gemma import rotary
+from kvgraft_jax.relocation import collisions, encodings
 
 
 @pytest.mark.parametrize("digits", [8, 24])

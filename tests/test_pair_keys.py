@@ -8,7 +8,7 @@ import pytest
 
 from experiments import check_certificate, rotary_parts
 from kvgraft_jax import errors
-from kvgraft_jax.exactness import collisions, encodings, keys, pair_keys, tables
+from kvgraft_jax.relocation import collisions, encodings, keys, pair_keys, tables
 
 
 def pair_0(num_positions):

@@ -14,9 +14,9 @@ from experiments import harness, real_keys, relocated, relocation
 import kvgraft_jax as kg
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
-from kvgraft_jax.exactness import keys
 from kvgraft_jax.gemma import rotary as rotary_lib
 from kvgraft_jax.grafting import manifest
+from kvgraft_jax.relocation import keys
 
 MODEL = "random:gemma-3-270m?layers=6&vocab=64&embed=32&hidden=64&heads=2&kv_heads=2&head_dim=16&window=16"
 TEXT = tuple(int(token_id) for token_id in np.random.default_rng(0).integers(2, 60, 40))

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvgraft_jax.exactness import bits, collisions, encodings, keys
-from kvgraft_jax.exactness import tables as tables_lib
+from kvgraft_jax.relocation import bits, collisions, encodings, keys
+from kvgraft_jax.relocation import tables as tables_lib
 from tests import test_docs, tiny
 
 ROOT = pathlib.Path(__file__).parents[1]

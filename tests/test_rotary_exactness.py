@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvgraft_jax import errors
-from kvgraft_jax.exactness import bits, encodings, keys, tables
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import rotary as rotary_lib
+from kvgraft_jax.relocation import bits, encodings, keys, tables
 
 
 def gaussian(num_keys, head_dim, dtype="bfloat16", seed=0):

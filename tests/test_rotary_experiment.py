@@ -10,7 +10,7 @@ from configs import rotary_small
 from experiments import harness, rotary_exactness, rotary_parts
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax.checkpoints import load
-from kvgraft_jax.exactness import encodings, keys
+from kvgraft_jax.relocation import encodings, keys
 from tests import test_experiments
 
 

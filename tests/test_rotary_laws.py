@@ -14,9 +14,9 @@ from experiments import check_certificate
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import load
-from kvgraft_jax.exactness import bits, compositions, decoders, encodings, keys, laws, logits, tables, transports
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import layers
+from kvgraft_jax.relocation import bits, compositions, decoders, encodings, keys, laws, logits, tables, transports
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "rotary.md"
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import errors, notation
-from kvgraft_jax.exactness import bits, collisions, keys
-from kvgraft_jax.exactness import tables as tables_lib
+from kvgraft_jax.relocation import bits, collisions, keys
+from kvgraft_jax.relocation import tables as tables_lib
 
 WITNESSES = ((1.0, 0.0), (1.0, 1.0), (3.0, 1.0))
 

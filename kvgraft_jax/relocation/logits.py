@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import errors, notation
-from kvgraft_jax.exactness import bits, keys
-from kvgraft_jax.exactness import tables as tables_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary as rotary_lib
+from kvgraft_jax.relocation import bits, keys
+from kvgraft_jax.relocation import tables as tables_lib
 from kvgraft_jax.runtime import run as run_lib
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import determinism, errors, notation
-from kvgraft_jax.exactness import bits
-from kvgraft_jax.exactness import tables as tables_lib
 from kvgraft_jax.gemma import rotary as rotary_lib
+from kvgraft_jax.relocation import bits
+from kvgraft_jax.relocation import tables as tables_lib
 
 determinism.configure()
 

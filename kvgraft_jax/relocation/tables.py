@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from kvgraft_jax import errors
-from kvgraft_jax.exactness import encodings
 from kvgraft_jax.gemma import rotary as rotary_lib
+from kvgraft_jax.relocation import encodings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ import dataclasses
 import numpy as np
 
 from kvgraft_jax import errors, notation
-from kvgraft_jax.exactness import encodings
 from kvgraft_jax.gemma import rotary as rotary_lib
+from kvgraft_jax.relocation import encodings
 
 REAL, REFERENCE, HF_BF16 = "real", "reference", "hf-bf16"
 RULES = (REAL, REFERENCE, HF_BF16)
