@@ -56,11 +56,11 @@ _ERRORS = (
 )
 _HOMES = {
     "Engine": "engine",
-    "Message": "gemma.chat",
-    "Model": "gemma.model",
-    "load_model": "gemma.model",
-    "make_mesh": "gemma.placement",
-    "State": "gemma.state",
+    "Message": "text.chat",
+    "Model": "runtime.model",
+    "load_model": "checkpoints.load",
+    "make_mesh": "gemma.sharding",
+    "State": "runtime.state",
     "Artifact": "grafting.artifact",
     "Comparison": "grafting.compare",
     "compare": "grafting.compare",
@@ -79,7 +79,7 @@ def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home.startswith(("gemma.", "engine")):
+    if home.startswith(("gemma.", "runtime.", "checkpoints.", "engine")):
         importlib.import_module("kvgraft_jax.engine")  # sets the XLA flags while no backend runs
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value

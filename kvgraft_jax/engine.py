@@ -15,7 +15,6 @@ import numpy as np
 
 from kvgraft_jax import determinism, device_memory, errors, host_memory
 from kvgraft_jax import pin as pin_lib
-from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary
 from kvgraft_jax.gemma import sharding as sharding_lib
@@ -23,6 +22,7 @@ from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import capture as capture_lib
 from kvgraft_jax.grafting import graft as graft_lib
 from kvgraft_jax.grafting import manifest
+from kvgraft_jax.runtime import model as model_lib
 from kvgraft_jax.runtime import run as run_lib
 from kvgraft_jax.runtime import state as state_lib
 from kvgraft_jax.runtime import step as step_lib
@@ -47,7 +47,7 @@ class Engine:
 
     def __init__(
         self,
-        model: load.Model,
+        model: model_lib.Model,
         *,
         capacity: int = 4096,
         width: int = DEFAULT_WIDTH,
@@ -71,7 +71,7 @@ class Engine:
                 raise errors.ConfigError(f"{name}: got {size!r} of type {type(size).__name__}, wanted an int")
         if capacity < 1 or capacity > 1 << 22:
             raise errors.ConfigError(f"capacity: got {errors.shown(capacity)}, wanted 1 to {1 << 22} tokens")
-        if not isinstance(model, load.Model):
+        if not isinstance(model, model_lib.Model):
             raise errors.InputError(f"model: got a {type(model).__name__}, wanted what load_model returns")
         config = step_lib.StepConfig(model.config, model.dtype, width, kv_block, mesh=model.mesh)
         determinism.assert_in_force()

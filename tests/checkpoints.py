@@ -18,6 +18,7 @@ from kvgraft_jax.checkpoints import load
 from kvgraft_jax.checkpoints.gguf import file as gguf_file
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.runtime import model as model_lib
 
 URI = "random:gemma-3-4b?layers=7&vocab=97&embed=64&hidden=96&heads=4&kv_heads=2&head_dim=32&window=5&seed=3"
 _SMALL = "vocab=97&embed=64&hidden=96&heads=4&kv_heads=2&head_dim=32&window=5&seed=3"
@@ -46,13 +47,13 @@ stored = export.tensors
 
 
 @pytest.fixture(scope="module")
-def made() -> load.Model:
+def made() -> model_lib.Model:
     """A small model, from a seed."""
     return load.load_model(URI)
 
 
 @pytest.fixture(scope="module")
-def tensors(made: load.Model) -> dict[str, np.ndarray]:
+def tensors(made: model_lib.Model) -> dict[str, np.ndarray]:
     """Its weights under their public names."""
     return export.tensors(made)
 

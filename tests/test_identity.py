@@ -15,10 +15,11 @@ import pytest
 
 from kvgraft_jax import determinism, errors
 from kvgraft_jax import engine as engine_lib
-from kvgraft_jax.checkpoints import assemble, load
+from kvgraft_jax.checkpoints import assemble
 from kvgraft_jax.gemma import attention, rotary
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.grafting import storage
+from kvgraft_jax.runtime import model as model_lib
 from kvgraft_jax.runtime import step as step_lib
 from tests import tiny
 
@@ -33,11 +34,11 @@ class Digest:
     template_digest: str = ""
 
 
-def build(model: load.Model | None = None, width: int = tiny.WIDTH, kv_block: int = tiny.KV_BLOCK):
+def build(model: model_lib.Model | None = None, width: int = tiny.WIDTH, kv_block: int = tiny.KV_BLOCK):
     return engine_lib.Engine(model or tiny.model(), capacity=tiny.CAPACITY, width=width, kv_block=kv_block)
 
 
-def with_config(**changes) -> load.Model:
+def with_config(**changes) -> model_lib.Model:
     model = tiny.model()
     return dataclasses.replace(model, config=dataclasses.replace(model.config, **changes))
 
@@ -67,7 +68,7 @@ def params_digest(params) -> str:
     )
 
 
-def one_ulp_off(model: load.Model) -> load.Model:
+def one_ulp_off(model: model_lib.Model) -> model_lib.Model:
     """The model with one weight moved to the next bfloat16, and the digest of those weights."""
     params = flax.core.unfreeze(model.params)
     kernel = np.array(params["layer_3"]["mlp"]["up_proj"]["kernel"])

@@ -16,6 +16,7 @@ from kvgraft_jax.checkpoints import assemble, load
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import rotary, transformer
+from kvgraft_jax.runtime import model as model_lib
 from tests import checkpoints
 
 WIDTH = 32
@@ -34,7 +35,7 @@ OTHER_MODALITIES = {
 
 
 @functools.cache
-def made(name: str) -> load.Model:
+def made(name: str) -> model_lib.Model:
     return load.load_model(checkpoints.SMALL_URIS[name])
 
 
@@ -56,7 +57,7 @@ def _step(config: config_lib.GemmaConfig, dtype: str):
     return step
 
 
-def logits(loaded: load.Model, tokens: np.ndarray) -> np.ndarray:
+def logits(loaded: model_lib.Model, tokens: np.ndarray) -> np.ndarray:
     """Logits [T, V], all tokens in one step."""
     config = dataclasses.replace(loaded.config, name="")
     padded = np.zeros(WIDTH, np.int32)
@@ -71,7 +72,7 @@ def made_logits(name: str) -> np.ndarray:
     return logits(made(name), np.arange(20) * 7 % 97)
 
 
-def assert_same(loaded: load.Model, name: str) -> None:
+def assert_same(loaded: model_lib.Model, name: str) -> None:
     wanted = made(name)
     assert loaded.config.document() == wanted.config.document()
     assert loaded.digest == wanted.digest

@@ -17,6 +17,7 @@ from kvgraft_jax.checkpoints import assemble, load
 from kvgraft_jax.checkpoints.orbax import directory as orbax_directory
 from kvgraft_jax.checkpoints.orbax import names as deepmind_names
 from kvgraft_jax.gemma import configurations
+from kvgraft_jax.runtime import model as model_lib
 from tests import orbax_checkpoints as written
 from tests import tiny_tokenizers
 
@@ -86,7 +87,9 @@ def test_same_model_from_every_layout(tmp_path, monkeypatch, kind, layout_name, 
 def test_equal_logits(tmp_path, kind):
     written.write_old(tmp_path / "m", written.flat(written.arrays(kind)))
     loaded = load.load_model(f"orbax:{tmp_path / 'm'}")
-    made = load.Model(written.config(kind), written.weights(kind).params, None, None, loaded.digest, "bfloat16", "made")
+    made = model_lib.Model(
+        written.config(kind), written.weights(kind).params, None, None, loaded.digest, "bfloat16", "made"
+    )
     ours, theirs = (
         engine_lib.Engine(each, capacity=16, width=4, kv_block=16).prefill([2, 5, 8, 13, 21]).logits
         for each in (loaded, made)

@@ -19,7 +19,7 @@ _MEASURE = """
 import json, os, sys, threading, time
 import jax, psutil
 jax.numpy.zeros(3).block_until_ready()
-from kvgraft_jax.gemma import model
+from kvgraft_jax.checkpoints import load
 process, peak, is_done = psutil.Process(), [0], threading.Event()
 base = process.memory_info().rss
 def watch():

@@ -15,11 +15,12 @@ from kvgraft_jax import device_memory, errors
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.runtime import model as model_lib
 from tests import checkpoints
 
 
 @pytest.fixture(scope="module")
-def made() -> load.Model:
+def made() -> model_lib.Model:
     return load.load_model(checkpoints.URI, "float32")
 
 
@@ -44,7 +45,7 @@ def test_values_follow_the_formula(made, path):
 
 
 def test_same_digest_in_another_process(made):
-    code = f"from kvgraft_jax.gemma import model; print(load.load_model({made.uri!r}, 'float32').digest)"
+    code = f"from kvgraft_jax.checkpoints import load; print(load.load_model({made.uri!r}, 'float32').digest)"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == made.digest

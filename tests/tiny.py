@@ -8,6 +8,7 @@ import numpy as np
 
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax.checkpoints import load
+from kvgraft_jax.runtime import model as model_lib
 
 WINDOW = 24
 URI = f"random:gemma-3-270m?seed=0&layers=7&vocab=512&embed=64&hidden=96&heads=4&kv_heads=2&head_dim=32&window={WINDOW}"
@@ -17,7 +18,7 @@ CAPACITY = 160
 
 
 @functools.cache
-def model(dtype: str = "bfloat16", uri: str = URI) -> load.Model:
+def model(dtype: str = "bfloat16", uri: str = URI) -> model_lib.Model:
     """The small model."""
     return load.load_model(uri, dtype)
 

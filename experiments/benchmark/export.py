@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 
-from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.runtime import model as model_lib
 
 
-def export(model: load.Model, directory: pathlib.Path) -> None:
+def export(model: model_lib.Model, directory: pathlib.Path) -> None:
     """Writes config.json and model.safetensors, in the model's dtype, without tokenizer files.
 
     Exact: bit-exact: loading `hf:directory` gives the same weight digest.
@@ -25,7 +25,7 @@ def export(model: load.Model, directory: pathlib.Path) -> None:
     safetensors_numpy.save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def tensors(model: load.Model) -> dict[str, np.ndarray]:
+def tensors(model: model_lib.Model) -> dict[str, np.ndarray]:
     """The weights under their public names, in their stored shapes."""
     flat, _ = jax.tree_util.tree_flatten_with_path(model.params)
     leaves = {"/".join(key.key for key in path): leaf for path, leaf in flat}

@@ -27,7 +27,7 @@ class Assembled:
     """Parameters on the device, and the digest of their content.
 
     Attributes:
-      params: nested tree as in `layout`, every leaf in one dtype.
+      params: nested tree as in `gemma.parameters`, every leaf in one dtype.
       digest: SHA-256 (hex) over path, dtype, shape and bytes of every parameter.
     """
 
@@ -107,7 +107,7 @@ def check_tensors(source: source_lib.Source, parameters: tuple[parameters_lib.Pa
         parameters_lib.HEAD_NAME: wanted[parameters_lib.EMBEDDING_NAME],
         **parameters_lib.unused_shapes(source.config),
     }
-    problems = parameters_lib.mismatches(wanted, optional, source.shapes, {})
+    problems = source_lib.mismatches(wanted, optional, source.shapes, {})
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise errors.WeightsError(
@@ -147,8 +147,9 @@ def _check_head(source: source_lib.Source) -> None:
         )
         if not np.array_equal(head.view(np.uint32), table.view(np.uint32)):
             raise errors.WeightsError(
-                f"{source.origin}: {parameters_lib.HEAD_NAME} differs from {parameters_lib.EMBEDDING_NAME} in rows {start} to {stop}; "
-                "wanted a tied output head, as in every released Gemma. Export the model again with tied embeddings."
+                f"{source.origin}: {parameters_lib.HEAD_NAME} differs from {parameters_lib.EMBEDDING_NAME} in rows "
+                f"{start} to {stop}; wanted a tied output head, as in every released Gemma. Export the model again "
+                "with tied embeddings."
             )
 
 

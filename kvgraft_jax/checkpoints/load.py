@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import dataclasses
 import pathlib
 from urllib import parse
 
@@ -22,6 +21,7 @@ from kvgraft_jax.checkpoints.orbax import directory as orbax_directory
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import sharding as sharding_lib
+from kvgraft_jax.runtime import model as model_lib
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 
@@ -45,40 +45,7 @@ _MOST_SPARE_ROWS = 1024  # Of a table, without a piece of the tokenizer; release
 _TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Model:
-    """A frozen model, ready to run.
-
-    Attributes:
-      config: what it is made of.
-      params: immutable nested tree as in `weights.layout`, on the default device or spread over the mesh.
-      tokenizer: None where the checkpoint has none.
-      chat: its prompt template; None without a tokenizer.
-      digest: SHA-256 (hex) of the parameters: equal weights in equal dtype give one digest, whatever the file format.
-      dtype: "bfloat16" or "float32".
-      uri: where it was loaded from.
-      mesh: devices over which it is spread; None is the default device.
-    """
-
-    config: config_lib.GemmaConfig
-    params: flax.core.FrozenDict
-    tokenizer: tokenizer_lib.Tokenizer | None
-    chat: chat_lib.Chat | None
-    digest: str
-    dtype: str
-    uri: str
-    mesh: sharding.Mesh | None = None
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end generation: those of the configuration, and those with which the chat ends a turn."""
-        return tuple(dict.fromkeys((*self.config.stop_ids, *(self.chat.stop_ids if self.chat else ()))))
-
-    def __repr__(self) -> str:
-        return f"Model({self.uri}, {self.dtype}, digest {self.digest[:16]})"
-
-
-def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None = None) -> Model:
+def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None = None) -> model_lib.Model:
     """Loads the model at `uri`.
 
     Exact: bit-exact where `dtype` holds the stored values, else rounded once to nearest even.
@@ -110,7 +77,7 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
     if scheme == "random":
         config, seed = _random_config(rest)
         weights = random_lib.initialise(config, seed, as_dtype, mesh)
-        return Model(config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri, mesh)
+        return model_lib.Model(config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri, mesh)
     options = {}
     if scheme in _OPTIONS:
         rest, options = _query(rest, _OPTIONS[scheme])
@@ -126,7 +93,9 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
         ) from error
     host_memory.trim()
     tokenizer = None if chat is None else chat.tokenizer
-    return Model(source.config, flax.core.freeze(weights.params), tokenizer, chat, weights.digest, dtype, uri, mesh)
+    return model_lib.Model(
+        source.config, flax.core.freeze(weights.params), tokenizer, chat, weights.digest, dtype, uri, mesh
+    )
 
 
 def _open(

@@ -143,29 +143,6 @@ def _feedforward(config: config_lib.GemmaConfig, layer: int) -> list[Parameter]:
     return found
 
 
-def mismatches(
-    wanted: Mapping[str, tuple[int, ...]],
-    optional: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[int, ...]],
-    labels: Mapping[str, str],
-) -> list[str]:
-    """What of a checkpoint does not fit, one line each: missing, unexpected, or of the wrong shape.
-
-    Args:
-      wanted, optional: shapes by name; the latter may be missing.
-      found: shapes by name, as stored.
-      labels: what to call those that were found, where that is not their name.
-    """
-    problems = [f"missing: {name}, wanted shape {shape}" for name, shape in wanted.items() if name not in found]
-    for name, shape in found.items():
-        want, label = wanted.get(name, optional.get(name)), labels.get(name, name)
-        if want is None:
-            problems.append(f"unexpected: {label}, shape {shape}")
-        elif shape != want:
-            problems.append(f"wrong shape: {label}: got {shape}, wanted {want}")
-    return problems
-
-
 def nest(leaves: Mapping[str, jax.Array]) -> Params:
     """The nested tree of `{path: array}`."""
     tree: Params = {}

@@ -8,14 +8,13 @@ import hashlib
 import operator
 import pathlib
 import re
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import sentencepiece
 import tokenizers
 
 from kvgraft_jax import errors
-from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.text import bpe_model, sentencepiece_model
 
 _CANDIDATE = re.compile(r"<[^<>]*>")
@@ -201,7 +200,7 @@ def from_directory(directory: pathlib.Path) -> Tokenizer | None:
     return None
 
 
-def from_gguf(metadata: Mapping[str, gguf_header.Value], origin: str) -> Tokenizer | None:
+def from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer | None:
     """The tokenizer in the metadata of a GGUF file; None where it holds none."""
     kind = metadata.get(_GGUF + "model", "no_vocab")
     if kind == "no_vocab":
@@ -233,7 +232,7 @@ def from_gguf(metadata: Mapping[str, gguf_header.Value], origin: str) -> Tokeniz
     return from_sentencepiece(model, origin)
 
 
-def _from_gguf_merges(metadata: Mapping[str, gguf_header.Value], origin: str) -> Tokenizer:
+def _from_gguf_merges(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
     """The byte-pair tokenizer of Gemma 4, in the form of a tokenizer.json."""
     wanted = ("tokens", "token_type", "merges", "unknown_token_id", "bos_token_id", "eos_token_id")
     pieces, types_V, merges, *special = _gguf_values(metadata, wanted, origin)
@@ -257,9 +256,7 @@ def _from_gguf_merges(metadata: Mapping[str, gguf_header.Value], origin: str) ->
     return tokenizer
 
 
-def _gguf_values(
-    metadata: Mapping[str, gguf_header.Value], wanted: Sequence[str], origin: str
-) -> list[gguf_header.Value]:
+def _gguf_values(metadata: Mapping[str, Any], wanted: Sequence[str], origin: str) -> list[Any]:
     missing = [_GGUF + key for key in wanted if _GGUF + key not in metadata]
     if missing:
         raise errors.TokenizerError(f"{origin}: metadata lacks {', '.join(missing)}; convert the model again")

@@ -19,10 +19,10 @@ import tensorstore
 
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import files
+from kvgraft_jax.checkpoints import source as source_lib
 from kvgraft_jax.checkpoints.orbax import names as deepmind_names
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
-from kvgraft_jax.gemma import parameters as parameters_lib
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.float16))
@@ -284,9 +284,7 @@ def _check(
         name: array.key if array.entry is None else f"{array.key} of layer {name.split('/')[0].removeprefix('layer_')}"
         for name, array in arrays.items()
     }
-    problems = parameters_lib.mismatches(
-        wanted, optional, {name: array.shape for name, array in arrays.items()}, labels
-    )
+    problems = source_lib.mismatches(wanted, optional, {name: array.shape for name, array in arrays.items()}, labels)
     problems += [
         f"wrong dtype: {array.key}: got {array.store.dtype.name}, wanted bfloat16 or float32"
         for name, array in arrays.items()
