@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
 
-from experiments.benchmark import export
+from experiments.bench import export
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.checkpoints.gguf import file as gguf_file
 from kvgraft_jax.gemma import config as config_lib

@@ -11,8 +11,9 @@ from absl import flags
 import pytest
 
 from configs import bench_270m
-from experiments import bench, harness
-from experiments.benchmark import claims, export, measurement, memory, peer, report, timing
+from experiments import harness
+from experiments.bench import claims, export, measurement, memory, peer, report, timing
+from experiments.bench import experiment as bench
 import kvgraft_jax as kg
 from kvgraft_jax import engine
 from tests import tiny

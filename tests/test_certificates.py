@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from experiments import check_certificate, harness, make_certificate
+from experiments import check_certificate, harness
+from experiments.make_certificate import generator as make_certificate
 from kvgraft_jax import errors
 from kvgraft_jax.relocation import collisions, encodings
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from experiments.benchmark import export
+from experiments.bench import export
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import load, package
 from kvgraft_jax.checkpoints.gguf import header as gguf_header

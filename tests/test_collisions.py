@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import check_certificate, make_certificate
+from experiments import check_certificate
+from experiments.make_certificate import generator as make_certificate
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import rotary
 from kvgraft_jax.relocation import collisions, encodings

@@ -9,46 +9,47 @@ import sys
 
 import pytest
 
-from experiments import demo, demo_knowledge
+from experiments.demo import demonstration as demo
+from experiments.demo import knowledge
 import kvgraft_jax as kg
 
 ROOT = pathlib.Path(__file__).parents[1]
-PROBLEMS = demo_knowledge.problems()
+PROBLEMS = knowledge.problems()
 TINY = "random:gemma-3-270m?seed=0&layers=2&vocab=64&embed=32&hidden=32&heads=2&kv_heads=1&head_dim=16&window=32"
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: str(problem.answer))
 def test_every_solution_is_verified(problem):
-    verification = demo_knowledge.verify(problem)
+    verification = knowledge.verify(problem)
     assert verification.mistakes == ()
     assert verification.steps >= 2
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: str(problem.answer))
 def test_a_wrong_answer_is_refused_twice(problem):
-    mistakes = demo_knowledge.verify(dataclasses.replace(problem, answer=problem.answer + 1)).mistakes
+    mistakes = knowledge.verify(dataclasses.replace(problem, answer=problem.answer + 1)).mistakes
     assert len(mistakes) == 2 and "ends in" in mistakes[0] and "another way gives" in mistakes[1]
 
 
 def test_a_wrong_step_is_refused_though_the_answer_is_right():
     wrong = dataclasses.replace(PROBLEMS[0], solution=PROBLEMS[0].solution.replace("= 401", "= 402"))
-    assert demo_knowledge.verify(wrong).mistakes == ("401 = 402 is false",)
+    assert knowledge.verify(wrong).mistakes == ("401 = 402 is false",)
 
 
 def test_a_solution_without_arithmetic_is_refused():
     bare = dataclasses.replace(PROBLEMS[0], solution="It is known to be 49.")
-    assert demo_knowledge.verify(bare).mistakes == ("the solution has no equation to check",)
+    assert knowledge.verify(bare).mistakes == ("the solution has no equation to check",)
 
 
 @pytest.mark.parametrize("text", ["7 +", "(1)(2)", "* 3", "--"])
 def test_what_is_no_arithmetic_cannot_be_evaluated(text):
     with pytest.raises(ValueError, match="cannot evaluate"):
-        demo_knowledge.verify(dataclasses.replace(PROBLEMS[0], solution=f"We see {text} = 3."))
+        knowledge.verify(dataclasses.replace(PROBLEMS[0], solution=f"We see {text} = 3."))
 
 
 def test_facts_follow_the_seed():
-    facts = demo_knowledge.draw_facts(6, seed=1)
-    assert facts == demo_knowledge.draw_facts(6, seed=1) != demo_knowledge.draw_facts(6, seed=2)
+    facts = knowledge.draw_facts(6, seed=1)
+    assert facts == knowledge.draw_facts(6, seed=1) != knowledge.draw_facts(6, seed=2)
     assert len({fact.name for fact in facts}) == 6
     for fact in facts:
         assert len(fact.number) == 4 and fact.number in fact.deposit and fact.number not in fact.query
@@ -130,7 +131,7 @@ def test_the_demo_passes_on_the_real_model(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[-1].startswith("PASS")
-    for fact in demo_knowledge.draw_facts(demo.FACTS, seed=7):
+    for fact in knowledge.draw_facts(demo.FACTS, seed=7):
         assert any(fact.subject in line and fact.number in line for line in lines)
     assert any("3 of 3" in line for line in lines)
     assert len(kg.list_artifacts(tmp_path / "artifacts")) == len(PROBLEMS) + 1

@@ -9,7 +9,8 @@ import pytest
 
 from configs import emitted_keys_270m, emitted_keys_small
 from experiments import corpus as corpus_lib
-from experiments import emitted_keys, harness
+from experiments import harness
+from experiments.emitted_keys import experiment as emitted_keys
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 

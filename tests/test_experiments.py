@@ -14,7 +14,9 @@ import pytest
 
 from configs import exactness_270m, exactness_gemma4_12b, exactness_gemma4_31b, exactness_small
 from experiments import corpus as corpus_lib
-from experiments import graft_exactness, harness, schedule_invariance
+from experiments import harness
+from experiments.graft_exactness import experiment as graft_exactness
+from experiments.schedule_invariance import experiment as schedule_invariance
 import kvgraft_jax as kg
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors

@@ -10,7 +10,8 @@ import pytest
 
 from configs import exactness_small
 from experiments import corpus as corpus_lib
-from experiments import graft_exactness, harness
+from experiments import harness
+from experiments.graft_exactness import experiment as graft_exactness
 import kvgraft_jax as kg
 
 MODEL = "random:gemma-3-270m?layers=6&vocab=256&embed=32&hidden=64&heads=2&kv_heads=1&head_dim=16&window=16"

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.benchmark import export
+from experiments.bench import export
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import config as config_lib

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.benchmark import export
+from experiments.bench import export
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import load

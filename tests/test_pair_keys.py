@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import check_certificate, rotary_parts
+from experiments import check_certificate
+from experiments.rotary_exactness import parts as rotary_parts
 from kvgraft_jax import errors
 from kvgraft_jax.relocation import collisions, encodings, keys, pair_keys, tables
 

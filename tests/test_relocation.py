@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from configs import relocation_270m, relocation_small
-from experiments import harness, real_keys, relocated, relocation
+from experiments import harness
+from experiments.relocation import experiment as relocation
+from experiments.relocation import real_keys, relocated
 import kvgraft_jax as kg
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors

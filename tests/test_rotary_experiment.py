@@ -7,7 +7,9 @@ import pytest
 
 from configs import rotary_exactness as full
 from configs import rotary_small
-from experiments import harness, rotary_exactness, rotary_parts
+from experiments import harness
+from experiments.rotary_exactness import experiment as rotary_exactness
+from experiments.rotary_exactness import parts as rotary_parts
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.relocation import encodings, keys

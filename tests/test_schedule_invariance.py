@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from configs import exactness_small
-from experiments import detectors, harness, schedule_invariance, schedules
+from experiments import harness
+from experiments.schedule_invariance import detectors, schedules
+from experiments.schedule_invariance import experiment as schedule_invariance
 import kvgraft_jax as kg
 from kvgraft_jax.gemma import cache as cache_lib
 

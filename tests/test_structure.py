@@ -35,7 +35,7 @@ LOCK = "requirements-lock.txt"
 PEERS = "requirements-peers.txt"
 WEIGHTS = "requirements-weights.txt"
 # By file, the folder whose imports it serves. Of -dev some are commands, and -weights is opened by its name.
-SERVES = {"requirements.txt": "", PEERS: "experiments/peers"}
+SERVES = {"requirements.txt": "", PEERS: "experiments/bench/peers"}
 
 
 def _files(root: pathlib.Path) -> list[pathlib.Path]:
@@ -315,19 +315,19 @@ VIOLATIONS = {
         REQUIREMENTS
         | {
             "requirements-peers.txt": "# x\nnumpy==2.4.5\n",
-            "experiments/peers/a.py": '"""A."""\nimport numpy\n',
+            "experiments/bench/peers/a.py": '"""A."""\nimport numpy\n',
         },
         "requirements-lock.txt:1: numpy==2.4.6 is outside requirements-peers.txt's numpy==2.4.5",
     ),
     "unused by the peers": (
         requirement_mistakes,
         REQUIREMENTS | {"requirements-peers.txt": "torch==2.13.0\n", "experiments/a.py": '"""A."""\n'},
-        "requirements-peers.txt:1: torch is imported nowhere in experiments/peers",
+        "requirements-peers.txt:1: torch is imported nowhere in experiments/bench/peers",
     ),
     "unlisted import of the peers": (
         requirement_mistakes,
-        REQUIREMENTS | {"experiments/peers/a.py": '"""A."""\nimport numpy\n'},
-        "experiments/peers/a.py:2: numpy is in no requirements file for experiments/peers",
+        REQUIREMENTS | {"experiments/bench/peers/a.py": '"""A."""\nimport numpy\n'},
+        "experiments/bench/peers/a.py:2: numpy is in no requirements file for experiments/bench/peers",
     ),
     "a requirements file without ranges that is new": (
         requirement_mistakes,

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from experiments.benchmark import export
+from experiments.bench import export
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import assemble, load
 from kvgraft_jax.checkpoints.gguf import config as gguf_config

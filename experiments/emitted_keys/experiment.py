@@ -21,7 +21,9 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from experiments import corpus as corpus_lib
-from experiments import harness, real_keys, rotary_parts
+from experiments import harness
+from experiments.relocation import real_keys
+from experiments.rotary_exactness import parts as rotary_parts
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.gemma import config as config_lib
@@ -347,7 +349,3 @@ EXPERIMENT = harness.Experiment(
     Settings,
     run,
 )
-
-
-if __name__ == "__main__":
-    harness.main(EXPERIMENT)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import pathlib
-import sys
 import tempfile
 
 from matplotlib import figure as figure_lib
@@ -316,10 +315,3 @@ EXPERIMENT = harness.Experiment(
     Settings,
     run,
 )
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == [RECIPIENT]:
-        sys.exit(harness.guard("recipient", lambda: recipient(pathlib.Path(sys.argv[2]))))
-    else:
-        harness.main(EXPERIMENT)

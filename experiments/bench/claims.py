@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 
-from experiments.benchmark import memory as memory_lib
-from experiments.benchmark import timing
+from experiments.bench import memory as memory_lib
+from experiments.bench import timing
 
 OURS = "kvgraft_jax"
 GRAFT = "kvgraft_jax, graft from disk"

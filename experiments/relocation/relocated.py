@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import real_keys
+from experiments.relocation import real_keys
 import kvgraft_jax as kg
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary as rotary_lib

@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import harness, rotary_pairs, rotary_parts, rotary_plots
+from experiments import harness
+from experiments.rotary_exactness import pairs as rotary_pairs
+from experiments.rotary_exactness import parts as rotary_parts
+from experiments.rotary_exactness import plots as rotary_plots
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.relocation import bits, collisions, encodings, keys, laws, tables
@@ -264,7 +267,3 @@ EXPERIMENT = harness.Experiment(
     Settings,
     run,
 )
-
-
-if __name__ == "__main__":
-    harness.main(EXPERIMENT)

@@ -18,7 +18,10 @@ import pathlib
 import numpy as np
 
 from experiments import corpus as corpus_lib
-from experiments import harness, real_keys, relocated, relocation_plots, rotary_parts
+from experiments import harness
+from experiments.relocation import plots as relocation_plots
+from experiments.relocation import real_keys, relocated
+from experiments.rotary_exactness import parts as rotary_parts
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.gemma import rotary as rotary_lib
@@ -272,7 +275,3 @@ EXPERIMENT = harness.Experiment(
     Settings,
     run,
 )
-
-
-if __name__ == "__main__":
-    harness.main(EXPERIMENT)

@@ -18,7 +18,9 @@ import time
 
 from absl import flags
 
-from experiments import demo_knowledge, graft_exactness, harness
+from experiments import harness
+from experiments.demo import knowledge
+from experiments.graft_exactness import experiment as graft_exactness
 import kvgraft_jax as kg
 from kvgraft_jax import progress
 
@@ -191,12 +193,12 @@ def _short(text: str, limit: int) -> str:
 
 
 def show_from_nothing(
-    respondent: Respondent, facts: Sequence[demo_knowledge.Fact]
+    respondent: Respondent, facts: Sequence[knowledge.Fact]
 ) -> tuple[dict[str, Answer], dict[str, Answer]]:
     """Asks everything in fresh contexts; returns the direct answers, and those after working it out, by query."""
     say("\n1. From nothing: the frozen model alone, greedy")
     direct, worked = {}, {}
-    for problem in demo_knowledge.problems():
+    for problem in knowledge.problems():
         written, worked[problem.query] = respondent.work_out(problem.question)
         direct[problem.query] = respondent.ask(problem.query)
         say(f"   {problem.question}")
@@ -208,14 +210,12 @@ def show_from_nothing(
     return direct, worked
 
 
-def show_deposits(
-    engine: kg.Engine, facts: Sequence[demo_knowledge.Fact], seed: int, directory: pathlib.Path
-) -> list[Item]:
+def show_deposits(engine: kg.Engine, facts: Sequence[knowledge.Fact], seed: int, directory: pathlib.Path) -> list[Item]:
     """Verifies and deposits every solution, and the sheet of facts; returns the questions that they answer."""
     say("\n2. Deposits: read once, kept as key/value state")
     items = []
-    for problem in demo_knowledge.problems():
-        verification = demo_knowledge.verify(problem)
+    for problem in knowledge.problems():
+        verification = knowledge.verify(problem)
         if verification.mistakes:
             raise kg.InputError(f"solution of {problem.question!r}: {'; '.join(verification.mistakes)}")
         name = f"problem {len(items) + 1}"
@@ -354,7 +354,7 @@ def run(root: pathlib.Path, seed: int, samples: int) -> int:
     say(f"ready after {time.perf_counter() - began:.0f} s; pin {engine.pin.id[:16]}")
 
     directory = root / "artifacts"
-    facts = demo_knowledge.draw_facts(FACTS, seed)
+    facts = knowledge.draw_facts(FACTS, seed)
     direct, worked = show_from_nothing(respondent, facts)
     items = show_deposits(engine, facts, seed, directory)
     states = show_grafts(respondent, items, directory)
@@ -379,7 +379,3 @@ def main() -> None:
             return run(harness.new_folder(scratch or out.value), seed.value, samples.value)
 
     harness.start("demo", start)
-
-
-if __name__ == "__main__":
-    main()

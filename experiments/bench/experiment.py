@@ -13,7 +13,7 @@ import pathlib
 from absl import flags
 
 from experiments import harness
-from experiments.benchmark import measurement, peer
+from experiments.bench import measurement, peer
 import kvgraft_jax as kg
 
 _PEERS = flags.DEFINE_bool("peers", False, "measure transformers too, in turns with ours")
@@ -33,7 +33,3 @@ EXPERIMENT = harness.Experiment(
     measurement.Settings,
     run,
 )
-
-
-if __name__ == "__main__":
-    harness.main(EXPERIMENT)

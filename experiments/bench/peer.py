@@ -13,7 +13,7 @@ from kvgraft_jax import errors
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEFAULT_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-_WORKER = ROOT / "experiments" / "peers" / "transformers_worker.py"
+_WORKER = ROOT / "experiments" / "bench" / "peers" / "transformers_worker.py"
 
 DTYPES = ("bfloat16", "float32")
 CACHES = ("dynamic", "static")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import schedules
+from experiments.schedule_invariance import schedules
 import kvgraft_jax as kg
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import cache as cache_lib

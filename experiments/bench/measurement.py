@@ -15,11 +15,11 @@ import typing
 import numpy as np
 
 from experiments import harness
-from experiments.benchmark import claims as claims_lib
-from experiments.benchmark import export, report, timing
-from experiments.benchmark import memory as memory_lib
-from experiments.benchmark import ours as ours_lib
-from experiments.benchmark import peer as peer_lib
+from experiments.bench import claims as claims_lib
+from experiments.bench import export, report, timing
+from experiments.bench import memory as memory_lib
+from experiments.bench import ours as ours_lib
+from experiments.bench import peer as peer_lib
 import kvgraft_jax as kg
 from kvgraft_jax import digest, progress
 from kvgraft_jax import engine as engine_lib

@@ -168,7 +168,3 @@ def main() -> None:
         return run(encoding.value, rule.value, positions.value, out.value, pairs.value, pool.value, seed.value)
 
     harness.start("make_certificate", start)
-
-
-if __name__ == "__main__":
-    main()

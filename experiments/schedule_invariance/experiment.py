@@ -17,7 +17,8 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from experiments import corpus as corpus_lib
-from experiments import detectors, harness, schedules
+from experiments import harness
+from experiments.schedule_invariance import detectors, schedules
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
 
@@ -193,7 +194,3 @@ EXPERIMENT = harness.Experiment(
     Settings,
     run,
 )
-
-
-if __name__ == "__main__":
-    harness.main(EXPERIMENT)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from experiments import corpus as corpus_lib
-from experiments.benchmark import timing
+from experiments.bench import timing
 import kvgraft_jax as kg
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax.gemma import cache as cache_lib

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import rotary_parts
+from experiments.rotary_exactness import parts as rotary_parts
 from kvgraft_jax import progress
 from kvgraft_jax.relocation import collisions, encodings, keys, pair_keys, tables
 

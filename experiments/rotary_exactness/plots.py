@@ -9,7 +9,7 @@ from matplotlib import axes as axes_lib
 from matplotlib import figure as figure_lib
 import numpy as np
 
-from experiments import rotary_parts
+from experiments.rotary_exactness import parts as rotary_parts
 
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 

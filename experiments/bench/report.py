@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 
-from experiments.benchmark import claims as claims_lib
-from experiments.benchmark import memory as memory_lib
-from experiments.benchmark import timing
+from experiments.bench import claims as claims_lib
+from experiments.bench import memory as memory_lib
+from experiments.bench import timing
 
 Mappings = dict[str, dict[str, str | int | float | bool]]
 

@@ -1,6 +1,6 @@
 """Resident memory of loading and running a model, in a process of its own, above one that only initialised jax.
 
-`python -m experiments.benchmark.memory URI DTYPE CAPACITY TOKENS` prints one JSON document; without arguments it
+`python -m experiments.bench.memory URI DTYPE CAPACITY TOKENS` prints one JSON document; without arguments it
 measures the process that only initialised jax.
 """
 
@@ -90,7 +90,7 @@ def measure(uri: str, dtype: str, capacity: int, num_tokens: int) -> Memory:
 
 
 def _run(arguments: Sequence[str]) -> dict:
-    command = [sys.executable, "-m", "experiments.benchmark.memory", *arguments]
+    command = [sys.executable, "-m", "experiments.bench.memory", *arguments]
     result = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
     if result.returncode:
         raise errors.ConfigError(f"memory: {' '.join(command)} ended with {result.returncode}; its reason is above")
