@@ -155,7 +155,8 @@ def test_flags_of_equal_meaning_give_equal_pins(tmp_path):
     spellings = (
         "--xla_cpu_enable_fast_min_max=false --xla_cpu_prefer_vector_width=128",
         f"{FLAG} --xla_cpu_enable_fast_min_max=0 --xla_cpu_prefer_vector_width='128'",
-        f'--xla_cpu_enable_fast_min_max="False" {FLAG}\t--xla_cpu_prefer_vector_width=0128 --xla_dump_to=/elsewhere {FLAG}',
+        f'--xla_cpu_enable_fast_min_max="False" {FLAG}\t--xla_cpu_prefer_vector_width=0128 '
+        f"--xla_dump_to=/elsewhere {FLAG}",
         str(file),
     )
     found = [run(code, spelling) for spelling in spellings]

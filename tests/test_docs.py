@@ -59,7 +59,8 @@ def unknown_commands(text: str) -> list[str]:
     code = "\n".join(_code(text))
     unknown = [f"workspace.sh {name}" for name in re.findall(r"workspace\.sh (\w+)", code) if name not in known]
     for name in re.findall(r"\bexperiments\.(\w+)", code):
-        if name not in PLACEHOLDERS and not (ROOT / "experiments" / f"{name}.py").is_file():
+        runnable = (ROOT / "experiments" / name / "__main__.py", ROOT / "experiments" / f"{name}.py")
+        if name not in PLACEHOLDERS and not any(path.is_file() for path in runnable):
             unknown.append(f"experiments.{name}")
     return unknown
 

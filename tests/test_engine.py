@@ -15,7 +15,7 @@ from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import rotary
 from kvgraft_jax.runtime import run as run_lib
 from kvgraft_jax.runtime import step as step_lib
-from tests import checkpoints, tiny
+from tests import small_checkpoints, tiny
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_the_last_slot_can_be_used():
     np.testing.assert_array_equal(np.asarray(state.logits), np.asarray(piecewise.logits))
 
 
-@pytest.mark.parametrize("uri", [tiny.URI, checkpoints.SMALL_URIS["gemma-4-e2b"]])
+@pytest.mark.parametrize("uri", [tiny.URI, small_checkpoints.SMALL_URIS["gemma-4-e2b"]])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch, uri, dtype):
     def make():

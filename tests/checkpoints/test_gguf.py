@@ -14,30 +14,30 @@ from kvgraft_jax.checkpoints import assemble, load
 from kvgraft_jax.checkpoints.gguf import config as gguf_config
 from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.gemma import configurations
-from tests import checkpoints, tiny_tokenizers
+from tests import small_checkpoints, tiny_tokenizers
 
 KIND = gguf.GGMLQuantizationType
 
 
-made, tensors = checkpoints.made, checkpoints.tensors
+made, tensors = small_checkpoints.made, small_checkpoints.tensors
 
 
 @pytest.mark.parametrize("kind", [KIND.F32, KIND.BF16])
 def test_same_model_as_from_safetensors(tmp_path, monkeypatch, made, tensors, kind):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)  # many row blocks for each tensor
-    uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, dict(reversed(tensors.items())), kind)
+    uri = small_checkpoints.write_gguf(tmp_path / "m.gguf", made.config, dict(reversed(tensors.items())), kind)
     loaded = load.load_model(uri)
     assert loaded.digest == made.digest
     assert loaded.config.document() == made.config.document()
     assert loaded.tokenizer is None and loaded.chat is None
-    directory = checkpoints.write_safetensors(tmp_path / "hf", checkpoints.new_config(made.config), tensors)
+    directory = small_checkpoints.write_safetensors(tmp_path / "hf", small_checkpoints.new_config(made.config), tensors)
     assert load.load_model(uri, "float32").digest == load.load_model(directory, "float32").digest != made.digest
 
 
 @pytest.mark.parametrize("kind", [KIND.Q8_0, KIND.Q4_0, KIND.F16])
 def test_quantised_tensors(tmp_path, monkeypatch, made, tensors, kind):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)
-    loaded = load.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, kind), "float32")
+    loaded = load.load_model(small_checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, kind), "float32")
     found = export.tensors(loaded)
     for name, array in tensors.items():
         array = array.astype(np.float32)
@@ -50,15 +50,15 @@ def test_norms_are_shifted_in_float32(tmp_path, made, tensors):
     stored = dict(tensors)
     tiny = np.full(64, 2.0**-12, np.float32)
     stored["layers.2.input_layernorm.weight"] = tiny
-    loaded = load.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored))
-    assert np.array_equal(loaded.params["layer_2"]["pre_attention_norm"]["scale"], tiny.astype(checkpoints.BF16))
+    loaded = load.load_model(small_checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored))
+    assert np.array_equal(loaded.params["layer_2"]["pre_attention_norm"]["scale"], tiny.astype(small_checkpoints.BF16))
 
 
 def test_tied_head(tmp_path, made, tensors):
     table = tensors["embed_tokens.weight"]
-    uri = checkpoints.write_gguf(tmp_path / "a.gguf", made.config, tensors | {"lm_head.weight": table})
+    uri = small_checkpoints.write_gguf(tmp_path / "a.gguf", made.config, tensors | {"lm_head.weight": table})
     assert load.load_model(uri).digest == made.digest
-    uri = checkpoints.write_gguf(tmp_path / "b.gguf", made.config, tensors | {"lm_head.weight": table * 2})
+    uri = small_checkpoints.write_gguf(tmp_path / "b.gguf", made.config, tensors | {"lm_head.weight": table * 2})
     with pytest.raises(errors.WeightsError, match="lm_head.weight differs"):
         load.load_model(uri)
 
@@ -68,14 +68,14 @@ def test_one_error_lists_all_tensors(tmp_path, made, tensors):
     del wrong["layers.4.mlp.down_proj.weight"]
     wrong["norm.weight"] = np.zeros(65, np.float32)
     with pytest.raises(errors.WeightsError) as caught:
-        load.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, wrong))
+        load.load_model(small_checkpoints.write_gguf(tmp_path / "m.gguf", made.config, wrong))
     assert "missing: layers.4.mlp.down_proj.weight" in str(caught.value)
     assert "wrong shape: norm.weight: got (65,), wanted (64,)" in str(caught.value)
 
 
 def test_truncated_at_every_boundary(tmp_path, made, tensors):
     path = tmp_path / "m.gguf"
-    uri = checkpoints.write_gguf(path, made.config, tensors)
+    uri = small_checkpoints.write_gguf(path, made.config, tensors)
     whole = path.read_bytes()
     header = gguf_header.read_header(path)
     first = min(tensor.offset for tensor in header.tensors.values())
@@ -177,7 +177,7 @@ def test_quantisations_that_cannot_be_undone(tmp_path):
 
 def test_integer_tensors_are_named(tmp_path, made, tensors):
     path = tmp_path / "m.gguf"
-    uri = checkpoints.write_gguf(path, made.config, tensors)
+    uri = small_checkpoints.write_gguf(path, made.config, tensors)
     raw = path.read_bytes()
     place = raw.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8
     path.write_bytes(raw[:place] + struct.pack("<I", KIND.I32) + raw[place + 4 :])
@@ -201,7 +201,7 @@ def test_integer_tensors_are_named(tmp_path, made, tensors):
     ],
 )
 def test_metadata_that_would_give_other_numbers(tmp_path, made, tensors, metadata, named):
-    uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, metadata=metadata)
+    uri = small_checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, metadata=metadata)
     with pytest.raises(errors.ConfigError, match="m.gguf: ") as caught:
         load.load_model(uri)
     assert named in str(caught.value)
@@ -213,16 +213,16 @@ def test_metadata_that_would_give_other_numbers(tmp_path, made, tensors, metadat
 )
 def test_rotary_scaling_is_linear_unless_the_file_says_none(tmp_path, made, tensors, kind, factor, scale):
     metadata = {"gemma3.rope.scaling.type": kind, "gemma3.rope.scaling.factor": factor}
-    checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, metadata=metadata)
+    small_checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors, metadata=metadata)
     config = gguf_config.parse_config(gguf_header.read_header(tmp_path / "m.gguf"))
     assert (config.full.rotary.scale, config.sliding.rotary.scale) == (scale, 1.0)
 
 
 @pytest.mark.parametrize("twin", ["norm.weight", "layers.0.mlp.down_proj.weight"])
 def test_two_tensors_of_one_public_name_are_refused(tmp_path, monkeypatch, made, tensors, twin):
-    in_file = checkpoints.gguf_name
-    monkeypatch.setattr(checkpoints, "gguf_name", lambda name: twin if name == "extra" else in_file(name))
-    uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors | {"extra": tensors[twin]})
+    in_file = small_checkpoints.gguf_name
+    monkeypatch.setattr(small_checkpoints, "gguf_name", lambda name: twin if name == "extra" else in_file(name))
+    uri = small_checkpoints.write_gguf(tmp_path / "m.gguf", made.config, tensors | {"extra": tensors[twin]})
     with pytest.raises(errors.WeightsError, match=f"{in_file(twin)} and {twin} are both {twin}"):
         load.load_model(uri)
 
@@ -242,7 +242,7 @@ def test_other_architectures(tmp_path):
 def test_metadata_gives_the_released_configurations(name):
     config = configurations.get(name)
     values = {"general.architecture": "gemma3" if config.norm_plus_one else "gemma4"}
-    for key, value in checkpoints.gguf_metadata(config).items():
+    for key, value in small_checkpoints.gguf_metadata(config).items():
         if not key.startswith("gemma3.rope.scaling") or config.full.rotary.scale != 1:
             values[key] = np.asarray(value) if isinstance(value, list) else value
     values[f"{values['general.architecture']}.attention.layer_norm_rms_epsilon"] = float(np.float32(1e-6))
@@ -250,7 +250,7 @@ def test_metadata_gives_the_released_configurations(name):
     tensors = {"token_embd.weight": table}
     if not config.full.values_are_keys:
         tensors["blk.4.attn_v.weight"] = tensors["blk.5.attn_v.weight"] = table
-    header = gguf_header.Header(checkpoints.pathlib.Path("m.gguf"), values, tensors)
+    header = gguf_header.Header(small_checkpoints.pathlib.Path("m.gguf"), values, tensors)
     assert gguf_config.parse_config(header).document() == config.document()
 
 
@@ -275,10 +275,10 @@ def test_metadata_gives_the_released_configurations(name):
     ],
 )
 def test_gemma_4_metadata_that_would_give_other_numbers(tmp_path, metadata, named):
-    loaded = load.load_model(checkpoints.SMALL_URIS["gemma-4-e2b"])
+    loaded = load.load_model(small_checkpoints.SMALL_URIS["gemma-4-e2b"])
     metadata = {f"gemma4.{key}": value for key, value in metadata.items()}
-    stored = checkpoints.stored(loaded) | checkpoints.rotary_divisors(loaded.config)
-    uri = checkpoints.write_gguf(tmp_path / "m.gguf", loaded.config, stored, metadata=metadata)
+    stored = small_checkpoints.stored(loaded) | small_checkpoints.rotary_divisors(loaded.config)
+    uri = small_checkpoints.write_gguf(tmp_path / "m.gguf", loaded.config, stored, metadata=metadata)
     with pytest.raises(errors.ConfigError, match="m.gguf: ") as caught:
         load.load_model(uri)
     assert named in str(caught.value)
@@ -288,7 +288,7 @@ def test_stop_tokens_of_a_model_with_turns(tmp_path, made, tensors):
     tokens = [f"t{i}" for i in range(95)] + ["<eos>", "<end_of_turn>"]
     metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 96, "tokenizer.chat_template": "x"}
     path = tmp_path / "m.gguf"
-    checkpoints.write_gguf(path, made.config, tensors, metadata=metadata)
+    small_checkpoints.write_gguf(path, made.config, tensors, metadata=metadata)
     assert gguf_config.parse_config(gguf_header.read_header(path)).stop_ids == (95, 96)
 
 
@@ -296,10 +296,10 @@ def test_gemma_4_with_its_tokenizer_and_turns(tmp_path):
     held = tiny_tokenizers.gguf_merges_metadata()
     metadata = {key: value if isinstance(value, str | int) else _plain(value) for key, value in held.items()}
     vocab = f"vocab={len(held['tokenizer.ggml.tokens'])}"
-    made = load.load_model(checkpoints.SMALL_URIS["gemma-4-12b"].replace("vocab=97", vocab))
-    stored = checkpoints.stored(made) | checkpoints.rotary_divisors(made.config)
+    made = load.load_model(small_checkpoints.SMALL_URIS["gemma-4-12b"].replace("vocab=97", vocab))
+    stored = small_checkpoints.stored(made) | small_checkpoints.rotary_divisors(made.config)
     metadata |= {"tokenizer.chat_template": "{{ '<|turn>user' }}"}
-    loaded = load.load_model(checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored, metadata=metadata))
+    loaded = load.load_model(small_checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored, metadata=metadata))
     assert loaded.digest == made.digest
     text = "hello the code"
     assert loaded.tokenizer.decode(loaded.tokenizer.encode(text)) == text

@@ -14,7 +14,7 @@ from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import compare, storage
-from tests import checkpoints, tiny
+from tests import small_checkpoints, tiny
 
 # Keys and values in 16 bits: (sliding layers x heads x width + full layers x heads x width) x 4 bytes.
 BYTES_PER_TOKEN = {
@@ -49,7 +49,7 @@ def test_bytes_per_token(name):
 
 @pytest.mark.parametrize("name", OWNERS)
 def test_the_manifest_lists_the_owners_and_nothing_else_is_grafted(name, tmp_path):
-    model = load.load_model(checkpoints.SMALL_URIS[name])
+    model = load.load_model(small_checkpoints.SMALL_URIS[name])
     engine = engine_lib.Engine(model, capacity=64, width=8, kv_block=16)
     state = engine.prefill([token_id % 97 for token_id in tiny.tokens(40)])
     artifact = engine.capture(state, policy="full")

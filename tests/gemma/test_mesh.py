@@ -22,9 +22,9 @@ from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.grafting import compare, storage
 from kvgraft_jax.runtime import step as step_lib
-from tests import checkpoints, tiny
+from tests import small_checkpoints, tiny
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 DEVICES = 4
 # Two key/value heads cannot be divided by four and lie whole on every device; four can, and so can experts.
 URIS = (
@@ -76,9 +76,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("uri", "cache_share"), [(URIS[0], 1), (URIS[1], 1 / DEVICES)])
 def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path):
-    code = (
-        f"import json; from tests import test_mesh as t; print(json.dumps(t.measured({uri!r}, 4, {str(tmp_path)!r})))"
-    )
+    call = f"t.measured({uri!r}, 4, {str(tmp_path)!r})"
+    code = f"import json; from tests.gemma import test_mesh as t; print(json.dumps({call}))"
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
     spread, alone = json.loads(done.stdout), measured(uri, 1, str(tmp_path / "alone"))
@@ -105,9 +104,11 @@ def digest_on_mesh(uri: str) -> str:
 
 
 def test_a_checkpoint_is_spread_as_it_is_read(tmp_path):
-    made = load.load_model(checkpoints.URI)
-    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), export.tensors(made), shards=2)
-    done = run("-c", f"from tests import test_mesh; print(test_mesh.digest_on_mesh({uri!r}))")
+    made = load.load_model(small_checkpoints.URI)
+    uri = small_checkpoints.write_safetensors(
+        tmp_path, small_checkpoints.new_config(made.config), export.tensors(made), shards=2
+    )
+    done = run("-c", f"from tests.gemma import test_mesh; print(test_mesh.digest_on_mesh({uri!r}))")
     assert done.stdout.split() == [made.digest, str(DEVICES), str(1 / DEVICES)], done.stderr
 
 

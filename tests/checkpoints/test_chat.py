@@ -14,8 +14,8 @@ from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.text import tokenizer as tokenizer_lib
-from tests import checkpoints, tiny, tiny_tokenizers
 from tests import orbax_checkpoints as written
+from tests import small_checkpoints, tiny, tiny_tokenizers
 
 PIECES = {3: "<start_of_turn>", 4: "<|turn>"}
 FOREIGN = {3: "'<start_of_turn>'.*wanted that of a Gemma 3", 4: r"'<\|turn>'.*wanted that of a Gemma 4"}
@@ -30,9 +30,9 @@ def small_sizes_are_known(monkeypatch):
 
 def hugging_face(directory: pathlib.Path, family: int, vocab: int = 420) -> str:
     name = {3: "gemma-3-4b", 4: "gemma-4-12b"}[family]
-    made = load.load_model(checkpoints.SMALL_URIS[name].replace("vocab=97", f"vocab={vocab}"))
-    document = (checkpoints.new_config if family == 3 else checkpoints.gemma4_config)(made.config)
-    return checkpoints.write_safetensors(directory, document, checkpoints.stored(made))
+    made = load.load_model(small_checkpoints.SMALL_URIS[name].replace("vocab=97", f"vocab={vocab}"))
+    document = (small_checkpoints.new_config if family == 3 else small_checkpoints.gemma4_config)(made.config)
+    return small_checkpoints.write_safetensors(directory, document, small_checkpoints.stored(made))
 
 
 def orbax(directory: pathlib.Path, family: int) -> str:
@@ -94,7 +94,7 @@ def test_a_template_that_is_no_text(tmp_path):
 
 
 def test_a_gguf_file_may_have_its_chat_named(tmp_path):
-    made = load.load_model(checkpoints.SMALL_URIS["gemma-3-4b"].replace("vocab=97", "vocab=420"))
+    made = load.load_model(small_checkpoints.SMALL_URIS["gemma-3-4b"].replace("vocab=97", "vocab=420"))
     metadata = {
         name: [item.decode() for item in value]
         if isinstance(value, tuple)
@@ -103,7 +103,9 @@ def test_a_gguf_file_may_have_its_chat_named(tmp_path):
         else value
         for name, value in tiny_tokenizers.gguf_metadata().items()
     }
-    uri = checkpoints.write_gguf(tmp_path / "m.gguf", made.config, checkpoints.stored(made), metadata=metadata)
+    uri = small_checkpoints.write_gguf(
+        tmp_path / "m.gguf", made.config, small_checkpoints.stored(made), metadata=metadata
+    )
     assert load.load_model(uri).chat.style == "plain"
     assert load.load_model(f"{uri}?chat=gemma3").chat.style == "gemma3"
 

@@ -11,7 +11,7 @@ from tests import entries
 
 def run(code, *arguments):
     command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=pathlib.Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=pathlib.Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
 
 
 # Forks depositors before any thread exists, and kills each at a random moment of its deposits.

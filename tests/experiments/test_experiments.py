@@ -22,7 +22,7 @@ from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax import pin as pin_lib
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SMALL = "--config=configs/exactness_small.py"
 NAMES = ("graft_exactness", "schedule_invariance")
 

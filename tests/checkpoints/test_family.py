@@ -17,11 +17,11 @@ from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import rotary, transformer
 from kvgraft_jax.runtime import model as model_lib
-from tests import checkpoints
+from tests import small_checkpoints
 
 WIDTH = 32
-GOLDEN = pathlib.Path(__file__).parent / "golden"
-FAMILY4 = [name for name in checkpoints.SMALL_URIS if name.startswith("gemma-4")]
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+FAMILY4 = [name for name in small_checkpoints.SMALL_URIS if name.startswith("gemma-4")]
 OTHER_MODALITIES = {
     name: np.zeros(3, np.float32)
     for name in (
@@ -36,12 +36,12 @@ OTHER_MODALITIES = {
 
 @functools.cache
 def made(name: str) -> model_lib.Model:
-    return load.load_model(checkpoints.SMALL_URIS[name])
+    return load.load_model(small_checkpoints.SMALL_URIS[name])
 
 
 @functools.cache
 def tensors(name: str) -> dict[str, np.ndarray]:
-    return checkpoints.stored(made(name))
+    return small_checkpoints.stored(made(name))
 
 
 @functools.cache
@@ -82,32 +82,32 @@ def assert_same(loaded: model_lib.Model, name: str) -> None:
     assert np.array_equal(ours, made_logits(name))
 
 
-@pytest.mark.parametrize("name", checkpoints.SMALL_URIS)
+@pytest.mark.parametrize("name", small_checkpoints.SMALL_URIS)
 def test_official_safetensors(tmp_path, monkeypatch, name):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)  # many row blocks for each tensor
     config, family4 = made(name).config, name in FAMILY4
-    config_json = checkpoints.gemma4_config(config) if family4 else checkpoints.new_config(config)
+    config_json = small_checkpoints.gemma4_config(config) if family4 else small_checkpoints.new_config(config)
     prefix = "model.language_model." if family4 else "model."
-    kept = tensors(name) | checkpoints.unused(config)
-    uri = checkpoints.write_safetensors(tmp_path, config_json, kept, prefix, extra=OTHER_MODALITIES)
+    kept = tensors(name) | small_checkpoints.unused(config)
+    uri = small_checkpoints.write_safetensors(tmp_path, config_json, kept, prefix, extra=OTHER_MODALITIES)
     assert_same(load.load_model(uri), name)
 
 
 @pytest.mark.parametrize("name", FAMILY4)
 def test_safetensors_saved_again_in_shards(tmp_path, name):
-    config_json = checkpoints.gemma4_saved_again(made(name).config)
+    config_json = small_checkpoints.gemma4_saved_again(made(name).config)
     head = {"lm_head.weight": tensors(name)["embed_tokens.weight"].copy()}
-    uri = checkpoints.write_safetensors(tmp_path, config_json, tensors(name) | head, shards=3)
+    uri = small_checkpoints.write_safetensors(tmp_path, config_json, tensors(name) | head, shards=3)
     loaded = load.load_model(uri)
     assert loaded.digest == made(name).digest and loaded.config.document() == made(name).config.document()
 
 
-@pytest.mark.parametrize("name", checkpoints.SMALL_URIS)
+@pytest.mark.parametrize("name", small_checkpoints.SMALL_URIS)
 def test_gguf(tmp_path, monkeypatch, name):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)
     config = made(name).config
-    extra = checkpoints.rotary_divisors(config) | checkpoints.unused(config) if name in FAMILY4 else {}
-    uri = checkpoints.write_gguf(tmp_path / "m.gguf", config, tensors(name) | extra)
+    extra = small_checkpoints.rotary_divisors(config) | small_checkpoints.unused(config) if name in FAMILY4 else {}
+    uri = small_checkpoints.write_gguf(tmp_path / "m.gguf", config, tensors(name) | extra)
     loaded = load.load_model(uri)
     if name == "gemma-3-27b":  # Known by its 62 layers, which a cut has not.
         own_scale = dataclasses.replace(loaded.config, query_scale=168**-0.5)
@@ -117,9 +117,9 @@ def test_gguf(tmp_path, monkeypatch, name):
 
 def test_gguf_with_experts_in_two_tensors(tmp_path, monkeypatch):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)
-    name, extra = "gemma-4-26b-a4b", checkpoints.rotary_divisors(made("gemma-4-26b-a4b").config)
-    for kind in (checkpoints.gguf.GGMLQuantizationType.BF16, checkpoints.gguf.GGMLQuantizationType.F32):
-        uri = checkpoints.write_gguf(
+    name, extra = "gemma-4-26b-a4b", small_checkpoints.rotary_divisors(made("gemma-4-26b-a4b").config)
+    for kind in (small_checkpoints.gguf.GGMLQuantizationType.BF16, small_checkpoints.gguf.GGMLQuantizationType.F32):
+        uri = small_checkpoints.write_gguf(
             tmp_path / "m.gguf", made(name).config, tensors(name) | extra, kind, split_experts=True
         )
         assert load.load_model(uri).digest == made(name).digest
@@ -130,7 +130,7 @@ def test_gguf_with_per_layer_embeddings_never_takes_keys_for_values(tmp_path):
     full = [layer for layer in range(config.num_kv_layers) if config.layer_kinds[layer] == config_lib.FULL]
     lost = {f"layers.{layer}.self_attn.v_proj.weight" for layer in full}
     kept = {name: array for name, array in tensors("gemma-4-e2b").items() if name not in lost}
-    uri = checkpoints.write_gguf(tmp_path / "m.gguf", config, kept | checkpoints.rotary_divisors(config))
+    uri = small_checkpoints.write_gguf(tmp_path / "m.gguf", config, kept | small_checkpoints.rotary_divisors(config))
     with pytest.raises(errors.WeightsError) as caught:
         load.load_model(uri)
     assert lost and all(f"missing: {name}" in str(caught.value) for name in lost)
@@ -139,7 +139,7 @@ def test_gguf_with_per_layer_embeddings_never_takes_keys_for_values(tmp_path):
 @pytest.mark.parametrize("divisors", [None, np.ones(32, np.float32), np.ones(31, np.float32)])
 def test_gguf_rotary_divisors_that_contradict(tmp_path, divisors):
     extra = {} if divisors is None else {"rope_freqs.weight": divisors}
-    uri = checkpoints.write_gguf(tmp_path / "m.gguf", made("gemma-4-12b").config, tensors("gemma-4-12b") | extra)
+    uri = small_checkpoints.write_gguf(tmp_path / "m.gguf", made("gemma-4-12b").config, tensors("gemma-4-12b") | extra)
     with pytest.raises(errors.WeightsError, match="rope_freqs.weight: got .* wanted 8 times 1, then 24 times 1e30"):
         load.load_model(uri)
 
@@ -151,7 +151,9 @@ def test_one_error_lists_all_tensors_of_experts(tmp_path):
     wrong["layers.2.experts.gate_up_proj.weight"] = wrong["layers.2.experts.gate_up_proj"]
     wrong["layers.5.self_attn.v_proj.weight"] = np.zeros((64, 64), np.float32)
     with pytest.raises(errors.WeightsError) as caught:
-        load.load_model(checkpoints.write_safetensors(tmp_path / "m", checkpoints.gemma4_config(config), wrong))
+        load.load_model(
+            small_checkpoints.write_safetensors(tmp_path / "m", small_checkpoints.gemma4_config(config), wrong)
+        )
     for line in (
         "4 tensor(s)",
         "missing: layers.0.router.scale, wanted shape (64,)",
@@ -166,16 +168,18 @@ def test_unused_tensors_are_checked_for_their_shape(tmp_path):
     config = made("gemma-4-e2b").config
     wrong = tensors("gemma-4-e2b") | {"layers.9.self_attn.k_norm.weight": np.zeros(32, np.float32)}
     with pytest.raises(errors.WeightsError, match=r"layers.9.self_attn.k_norm.weight: got \(32,\), wanted \(64,\)"):
-        load.load_model(checkpoints.write_safetensors(tmp_path, checkpoints.gemma4_config(config), wrong))
+        load.load_model(small_checkpoints.write_safetensors(tmp_path, small_checkpoints.gemma4_config(config), wrong))
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "gguf"])
 def test_files_cut_short(tmp_path, suffix):
-    config, extra = made("gemma-4-e2b").config, checkpoints.rotary_divisors(made("gemma-4-e2b").config)
+    config, extra = made("gemma-4-e2b").config, small_checkpoints.rotary_divisors(made("gemma-4-e2b").config)
     if suffix == "gguf":
-        uri = checkpoints.write_gguf(tmp_path / "model.gguf", config, tensors("gemma-4-e2b") | extra)
+        uri = small_checkpoints.write_gguf(tmp_path / "model.gguf", config, tensors("gemma-4-e2b") | extra)
     else:
-        uri = checkpoints.write_safetensors(tmp_path, checkpoints.gemma4_config(config), tensors("gemma-4-e2b"))
+        uri = small_checkpoints.write_safetensors(
+            tmp_path, small_checkpoints.gemma4_config(config), tensors("gemma-4-e2b")
+        )
     path = tmp_path / f"model.{suffix}"
     whole = path.read_bytes()
     for size in (0, 9, len(whole) // 2, len(whole) - 64):
@@ -189,7 +193,7 @@ def test_golden_logits_through_the_loader(tmp_path, name):
     golden = np.load(GOLDEN / f"{name}.npz")
     stored = {key.removeprefix("w/"): golden[key] for key in golden.files if key.startswith("w/")}
     document = json.loads(str(golden["hf_config_json"]))
-    loaded = load.load_model(checkpoints.write_safetensors(tmp_path, document, stored, prefix=""))
+    loaded = load.load_model(small_checkpoints.write_safetensors(tmp_path, document, stored, prefix=""))
     assert loaded.config.layer_kinds == tuple(kind.removesuffix("_attention") for kind in document["layer_types"])
     assert np.array_equal(logits(loaded, golden["input_ids"].reshape(-1)), golden["logits_bf16"])
 
@@ -200,7 +204,7 @@ def test_golden_configurations(tmp_path):
         golden = np.load(GOLDEN / f"{name}.npz")
         document = json.loads(str(golden["hf_config_json"]))
         stored = {key.removeprefix("w/"): golden[key] for key in golden.files if key.startswith("w/")}
-        uri = checkpoints.write_safetensors(tmp_path / name, document, stored, prefix="")
+        uri = small_checkpoints.write_safetensors(tmp_path / name, document, stored, prefix="")
         parsed[name] = load.load_model(uri).config
     e2b, big = parsed["e2b"], parsed["31b"]
     assert big.document() == parsed["12b"].document()

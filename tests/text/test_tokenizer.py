@@ -14,7 +14,7 @@ from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 from tests import tiny_tokenizers
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 STRINGS = json.loads((GOLDEN / "tokenizer_strings.json").read_text())
 FORMS = ("gguf", "gguf merges", "sentencepiece", "json")
 

@@ -13,7 +13,7 @@ from kvgraft_jax.checkpoints import load, package
 from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import tokenizer as tokenizer_lib
-from tests import checkpoints, tiny_tokenizers
+from tests import small_checkpoints, tiny_tokenizers
 
 TURNS = "<start_of_turn>user\nHello<end_of_turn>\n<start_of_turn>model\n"
 
@@ -196,9 +196,9 @@ def test_real_vocabulary(real):
 
 
 def test_models_get_the_style_of_their_template(tmp_path):
-    made = load.load_model(checkpoints.URI.replace("vocab=97", "vocab=420"))
-    tensors, config_json = export.tensors(made), checkpoints.new_config(made.config)
-    uri = checkpoints.write_safetensors(tmp_path / "hf", config_json, tensors)
+    made = load.load_model(small_checkpoints.URI.replace("vocab=97", "vocab=420"))
+    tensors, config_json = export.tensors(made), small_checkpoints.new_config(made.config)
+    uri = small_checkpoints.write_safetensors(tmp_path / "hf", config_json, tensors)
     assert load.load_model(uri).chat is None
     (tmp_path / "hf" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     assert load.load_model(uri).chat.style == "plain"
@@ -218,7 +218,7 @@ def test_models_get_the_style_of_their_template(tmp_path):
     metadata = {key: plain(value) for key, value in tiny_tokenizers.gguf_metadata().items()}
     metadata |= {key: metadata[key].tolist() for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")}
     path = tmp_path / "m.gguf"
-    checkpoints.write_gguf(path, made.config, tensors, metadata=metadata | {"tokenizer.chat_template": TURNS})
+    small_checkpoints.write_gguf(path, made.config, tensors, metadata=metadata | {"tokenizer.chat_template": TURNS})
     loaded = load.load_model(f"gguf:{path}")
     assert loaded.chat.style == "gemma3" and loaded.digest == made.digest
     assert loaded.tokenizer.encode("the <eos> code") == load.load_model(uri).tokenizer.encode("the <eos> code")

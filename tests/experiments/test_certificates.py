@@ -16,7 +16,7 @@ from experiments.make_certificate import generator as make_certificate
 from kvgraft_jax import errors
 from kvgraft_jax.relocation import collisions, encodings
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 CHECKER = pathlib.Path(check_certificate.__file__)
 CERTIFICATES = sorted((ROOT / "results" / "certificates").glob("*.json"))
 HOLDS, FAILS, REFUSED = harness.HOLDS, harness.FAILS, harness.REFUSED

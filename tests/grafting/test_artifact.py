@@ -111,7 +111,7 @@ def test_order_of_stacks_and_provenance_does_not_matter():
 
 
 def test_ids_are_the_same_in_another_process():
-    code = "from tests import test_artifact as t; print(t.make_artifact().artifact_id)"
+    code = "from tests.grafting import test_artifact as t; print(t.make_artifact().artifact_id)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == make_artifact().artifact_id
 

@@ -13,9 +13,9 @@ from safetensors import numpy as safetensors_numpy
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import assemble, load
 from kvgraft_jax.checkpoints.hf import config as huggingface_config
-from tests import checkpoints
+from tests import small_checkpoints
 
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "gemma3.npz"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "gemma3.npz"
 VISION = {
     "vision_tower.encoder.layer.0.weight": np.zeros((3, 2), np.float32),
     "model.vision_tower.ids": np.zeros(4, np.int64),
@@ -23,21 +23,21 @@ VISION = {
 }
 
 
-made, tensors = checkpoints.made, checkpoints.tensors
+made, tensors = small_checkpoints.made, small_checkpoints.tensors
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
 def test_same_model_from_every_layout(tmp_path, monkeypatch, made, tensors, prefix, shards):
     monkeypatch.setattr(assemble, "_CHUNK_ELEMENTS", 500)  # many row blocks for each tensor
-    config_json = (checkpoints.new_config if shards == 1 else checkpoints.old_config)(made.config)
+    config_json = (small_checkpoints.new_config if shards == 1 else small_checkpoints.old_config)(made.config)
     extra = {} if prefix == "model." else VISION
-    uri = checkpoints.write_safetensors(tmp_path / "m", config_json, tensors, prefix, shards, extra)
+    uri = small_checkpoints.write_safetensors(tmp_path / "m", config_json, tensors, prefix, shards, extra)
     loaded = load.load_model(uri)
     assert loaded.config.document() == made.config.document()
     assert loaded.digest == made.digest
     assert loaded.tokenizer is None and loaded.chat is None
-    ours, theirs = checkpoints.leaves(loaded.params), checkpoints.leaves(made.params)
+    ours, theirs = small_checkpoints.leaves(loaded.params), small_checkpoints.leaves(made.params)
     assert ours.keys() == theirs.keys()
     for path, array in ours.items():
         assert array.dtype == theirs[path].dtype and np.array_equal(array, theirs[path]), path
@@ -46,7 +46,7 @@ def test_same_model_from_every_layout(tmp_path, monkeypatch, made, tensors, pref
 def test_golden_weights_and_configuration(tmp_path):
     golden = np.load(GOLDEN)
     stored = {name.removeprefix("w/"): golden[name] for name in golden.files if name.startswith("w/")}
-    uri = checkpoints.write_safetensors(tmp_path, json.loads(str(golden["hf_config_json"])), stored, prefix="")
+    uri = small_checkpoints.write_safetensors(tmp_path, json.loads(str(golden["hf_config_json"])), stored, prefix="")
     loaded = load.load_model(uri, "float32")
     assert loaded.config.query_scale == 24**-0.5 and loaded.config.full.rotary.scale == 8.0
     assert loaded.config.layer_kinds == ("sliding",) * 5 + ("full", "sliding")
@@ -58,17 +58,19 @@ def test_golden_weights_and_configuration(tmp_path):
     bf16 = load.load_model(uri, "bfloat16")
     assert bf16.digest != loaded.digest
     assert np.array_equal(
-        bf16.params["embedder"]["embedding"], stored["model.embed_tokens.weight"].astype(checkpoints.BF16)
+        bf16.params["embedder"]["embedding"], stored["model.embed_tokens.weight"].astype(small_checkpoints.BF16)
     )
 
 
 @pytest.mark.parametrize("stored_dtype", [np.float16, np.float32])
 def test_other_stored_dtypes(tmp_path, made, tensors, stored_dtype):
     cast = {name: array.astype(stored_dtype) for name, array in tensors.items()}
-    loaded = load.load_model(checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), cast))
+    loaded = load.load_model(
+        small_checkpoints.write_safetensors(tmp_path, small_checkpoints.new_config(made.config), cast)
+    )
     if stored_dtype == np.float32:
         assert loaded.digest == made.digest
-    table = cast["embed_tokens.weight"].astype(np.float32).astype(checkpoints.BF16)
+    table = cast["embed_tokens.weight"].astype(np.float32).astype(small_checkpoints.BF16)
     assert np.array_equal(loaded.params["embedder"]["embedding"], table)
 
 
@@ -77,18 +79,18 @@ def test_digest_sees_one_ulp_and_the_dtype(tmp_path, made, tensors):
     down = changed["layers.6.mlp.down_proj.weight"].copy()
     down.view(np.uint16)[2, 3] ^= 1
     changed["layers.6.mlp.down_proj.weight"] = down
-    config_json = checkpoints.new_config(made.config)
-    assert load.load_model(checkpoints.write_safetensors(tmp_path, config_json, changed)).digest != made.digest
+    config_json = small_checkpoints.new_config(made.config)
+    assert load.load_model(small_checkpoints.write_safetensors(tmp_path, config_json, changed)).digest != made.digest
 
 
 def test_tied_head_is_accepted_and_another_is_not(tmp_path, made, tensors):
-    config_json = checkpoints.new_config(made.config)
+    config_json = small_checkpoints.new_config(made.config)
     table = tensors["embed_tokens.weight"]
-    uri = checkpoints.write_safetensors(tmp_path / "a", config_json, tensors | {"lm_head.weight": table.copy()})
+    uri = small_checkpoints.write_safetensors(tmp_path / "a", config_json, tensors | {"lm_head.weight": table.copy()})
     assert load.load_model(uri).digest == made.digest
     other = table.copy()
     other.view(np.uint16)[-1, -1] ^= 1
-    uri = checkpoints.write_safetensors(tmp_path / "b", config_json, tensors | {"lm_head.weight": other})
+    uri = small_checkpoints.write_safetensors(tmp_path / "b", config_json, tensors | {"lm_head.weight": other})
     with pytest.raises(errors.WeightsError, match="lm_head.weight differs from embed_tokens.weight"):
         load.load_model(uri)
 
@@ -98,7 +100,7 @@ def test_one_error_lists_all_tensors(tmp_path, made, tensors):
     del wrong["layers.0.mlp.up_proj.weight"], wrong["norm.weight"]
     wrong["layers.0.self_attn.v_norm.weight"] = np.zeros(32, np.float32)
     wrong["layers.3.self_attn.k_proj.weight"] = np.zeros((65, 64), np.float32)
-    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), wrong)
+    uri = small_checkpoints.write_safetensors(tmp_path, small_checkpoints.new_config(made.config), wrong)
     with pytest.raises(errors.WeightsError) as caught:
         load.load_model(uri)
     for line in (
@@ -139,7 +141,7 @@ def _entry(dtype: str, shape: list, begin: int, end: int) -> dict:
     ],
 )
 def test_broken_files_are_refused(tmp_path, made, content, reason):
-    (tmp_path / "config.json").write_text(json.dumps(checkpoints.new_config(made.config)))
+    (tmp_path / "config.json").write_text(json.dumps(small_checkpoints.new_config(made.config)))
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(errors.WeightsError, match="model.safetensors.*") as caught:
         load.load_model(f"hf:{tmp_path}")
@@ -147,7 +149,7 @@ def test_broken_files_are_refused(tmp_path, made, content, reason):
 
 
 def test_truncated_at_every_boundary(tmp_path, made, tensors):
-    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), tensors)
+    uri = small_checkpoints.write_safetensors(tmp_path, small_checkpoints.new_config(made.config), tensors)
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
     header = int.from_bytes(whole[:8], "little")
@@ -162,7 +164,7 @@ def test_directories_without_their_files(tmp_path, made, tensors):
         load.load_model(f"hf:{tmp_path / 'none'}")
     with pytest.raises(errors.WeightsError, match="config.json"):
         load.load_model(f"hf:{tmp_path}")
-    (tmp_path / "config.json").write_text(json.dumps(checkpoints.new_config(made.config)))
+    (tmp_path / "config.json").write_text(json.dumps(small_checkpoints.new_config(made.config)))
     with pytest.raises(errors.WeightsError, match="neither load.safetensors nor"):
         load.load_model(f"hf:{tmp_path}")
     index = tmp_path / "model.safetensors.index.json"
@@ -178,9 +180,9 @@ def test_directories_without_their_files(tmp_path, made, tensors):
 
 
 def test_a_single_file_beside_an_index(tmp_path, made, tensors):
-    config_json = checkpoints.new_config(made.config)
-    uri = checkpoints.write_safetensors(tmp_path, config_json, tensors, shards=2)
-    checkpoints.write_safetensors(tmp_path, config_json, tensors)
+    config_json = small_checkpoints.new_config(made.config)
+    uri = small_checkpoints.write_safetensors(tmp_path, config_json, tensors, shards=2)
+    small_checkpoints.write_safetensors(tmp_path, config_json, tensors)
     with pytest.raises(errors.WeightsError, match="model.safetensors beside .*index.json.*; remove one of the two"):
         load.load_model(uri)
     index = tmp_path / "model.safetensors.index.json"
@@ -203,7 +205,7 @@ def test_missing_keys_mean_class_defaults():
 
 def test_stop_tokens_of_generation_config(tmp_path, made, tensors):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 106]}))
-    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), tensors)
+    uri = small_checkpoints.write_safetensors(tmp_path, small_checkpoints.new_config(made.config), tensors)
     assert load.load_model(uri).config.stop_ids == (1, 106)
     assert load.load_model(uri).config.suppress_ids == ()
 
@@ -369,8 +371,8 @@ def test_special_tokens_of_generation_config_of_gemma_4():
 
 
 def test_the_loaded_arrays_do_not_follow_the_file(tmp_path, made, tensors):
-    uri = checkpoints.write_safetensors(tmp_path, checkpoints.new_config(made.config), tensors)
+    uri = small_checkpoints.write_safetensors(tmp_path, small_checkpoints.new_config(made.config), tensors)
     loaded = load.load_model(uri)
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
-    for path, array in checkpoints.leaves(loaded.params).items():
-        assert isinstance(array, jax.Array) and np.array_equal(array, checkpoints.leaves(made.params)[path])
+    for path, array in small_checkpoints.leaves(loaded.params).items():
+        assert isinstance(array, jax.Array) and np.array_equal(array, small_checkpoints.leaves(made.params)[path])

@@ -13,7 +13,7 @@ from experiments.rotary_exactness import parts as rotary_parts
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.relocation import encodings, keys
-from tests import test_experiments
+from tests.experiments import test_experiments
 
 
 def config(**changes):

@@ -18,7 +18,7 @@ from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import layers
 from kvgraft_jax.relocation import bits, compositions, decoders, encodings, keys, laws, logits, tables, transports
 
-DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "rotary.md"
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "rotary.md"
 
 PAIR0 = encodings.Encoding("pair 0", 2, config_lib.RotaryConfig(1e4))
 THREE_LAYERS = (

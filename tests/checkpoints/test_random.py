@@ -16,12 +16,12 @@ from kvgraft_jax.checkpoints import load
 from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
 from kvgraft_jax.runtime import model as model_lib
-from tests import checkpoints
+from tests import small_checkpoints
 
 
 @pytest.fixture(scope="module")
 def made() -> model_lib.Model:
-    return load.load_model(checkpoints.URI, "float32")
+    return load.load_model(small_checkpoints.URI, "float32")
 
 
 def _mix(word: int) -> int:
@@ -35,7 +35,7 @@ def _mix(word: int) -> int:
 )
 def test_values_follow_the_formula(made, path):
     (parameter,) = [p for p in parameters_lib.parameters(made.config) if p.path == path]
-    array = np.asarray(checkpoints.leaves(made.params)[path]).reshape(-1)
+    array = np.asarray(small_checkpoints.leaves(made.params)[path]).reshape(-1)
     key = int.from_bytes(hashlib.sha256(f"3/{path}".encode()).digest()[:8], "little")
     bound = 0.25 if parameter.is_scale else (3 / parameter.stored_shape[-1]) ** 0.5
     for index in (0, 1, 31, array.size - 1):
@@ -66,14 +66,14 @@ def test_bits_do_not_depend_on_the_program_around_them(made):
 
 
 def test_bfloat16_is_float32_rounded_and_seeds_differ(made):
-    bf16 = checkpoints.leaves(load.load_model(checkpoints.URI).params)
-    for path, array in checkpoints.leaves(made.params).items():
-        assert np.array_equal(bf16[path], np.asarray(array).astype(checkpoints.BF16)), path
-    assert load.load_model(checkpoints.URI.replace("seed=3", "seed=4"), "float32").digest != made.digest
+    bf16 = small_checkpoints.leaves(load.load_model(small_checkpoints.URI).params)
+    for path, array in small_checkpoints.leaves(made.params).items():
+        assert np.array_equal(bf16[path], np.asarray(array).astype(small_checkpoints.BF16)), path
+    assert load.load_model(small_checkpoints.URI.replace("seed=3", "seed=4"), "float32").digest != made.digest
 
 
 def test_scales(made):
-    leaves = checkpoints.leaves(made.params)
+    leaves = small_checkpoints.leaves(made.params)
     for parameter in parameters_lib.parameters(made.config):
         array = np.asarray(leaves[parameter.path], np.float64)
         wanted = 0.25 / 3**0.5 if parameter.is_scale else parameter.stored_shape[-1] ** -0.5
@@ -120,8 +120,8 @@ def test_cuts_keep_layers_to_share_with(name, layers, shared):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemma-4-e2b", "gemma-4-26b-a4b"])
 def test_factors_lie_around_what_changes_nothing(name, dtype):
-    loaded = load.load_model(checkpoints.SMALL_URIS[name], dtype)
-    leaves = checkpoints.leaves(loaded.params)
+    loaded = load.load_model(small_checkpoints.SMALL_URIS[name], dtype)
+    leaves = small_checkpoints.leaves(loaded.params)
     for parameter in parameters_lib.parameters(loaded.config):
         array = np.asarray(leaves[parameter.path], np.float64)
         if parameter.is_scale:
@@ -133,7 +133,7 @@ def test_factors_lie_around_what_changes_nothing(name, dtype):
 
 
 def test_one_recipe_gives_one_model():
-    uris = [checkpoints.SMALL_URIS["gemma-4-31b"].replace("31b", size) for size in ("31b", "12b")]
+    uris = [small_checkpoints.SMALL_URIS["gemma-4-31b"].replace("31b", size) for size in ("31b", "12b")]
     assert len({load.load_model(uri).digest for uri in uris}) == 1
 
 
@@ -199,5 +199,5 @@ def test_uris_that_are_refused(uri):
 @pytest.mark.parametrize("dtype", ["float16", "int8", "f32", ""])
 def test_dtypes_that_are_refused(dtype):
     with pytest.raises(errors.ConfigError, match="overflow" if dtype == "float16" else "dtype") as caught:
-        load.load_model(checkpoints.URI, dtype)
+        load.load_model(small_checkpoints.URI, dtype)
     assert "bfloat16" in str(caught.value)

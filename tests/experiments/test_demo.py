@@ -13,7 +13,7 @@ from experiments.demo import demonstration as demo
 from experiments.demo import knowledge
 import kvgraft_jax as kg
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PROBLEMS = knowledge.problems()
 TINY = "random:gemma-3-270m?seed=0&layers=2&vocab=64&embed=32&hidden=32&heads=2&kv_heads=1&head_dim=16&window=32"
 

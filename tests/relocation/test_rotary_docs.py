@@ -16,7 +16,7 @@ from kvgraft_jax.relocation import bits, collisions, encodings, keys
 from kvgraft_jax.relocation import tables as tables_lib
 from tests import test_docs, tiny
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "rotary.md").read_text()
 CERTIFICATES = ROOT / "results" / "certificates"
 GRID_MOVES = ((1, 2), (1, 1000), (7, 8), (2, 0))

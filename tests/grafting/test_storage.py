@@ -204,7 +204,7 @@ def test_a_save_prints_nothing(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
-        cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, check=True,
+        cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "" and "OCDBT" not in done.stderr
 
