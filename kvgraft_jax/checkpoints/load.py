@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import errors, host_memory
-from kvgraft_jax.checkpoints import assemble, files, package
+from kvgraft_jax.checkpoints import assemble, chats, package
 from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.checkpoints import source as source_lib
 from kvgraft_jax.checkpoints.gguf import file as gguf_file
@@ -23,6 +23,7 @@ from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.runtime import model as model_lib
 from kvgraft_jax.text import chat as chat_lib
+from kvgraft_jax.text import template_files
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 
 _DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
@@ -41,8 +42,6 @@ _CUTS = (
 _OPTIONS = {"hf": ("chat",), "gguf": ("chat",), "orbax": ("config", "chat")}
 _SCHEMES = "hf:DIR, gguf:FILE, orbax:DIR, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_MOST_SPARE_ROWS = 1024  # Of a table, without a piece of the tokenizer; released models have 64 at most.
-_TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None = None) -> model_lib.Model:
@@ -103,8 +102,8 @@ def _open(
 ) -> tuple[source_lib.Source, chat_lib.Chat | None]:
     """The opened checkpoint, and its tokenizer with the prompt template."""
     try:
-        source, tokenizer, template = _open_parts(scheme, rest, options)
-        return source, _chat(options.get("chat"), tokenizer, template, source)
+        source, tokenizer, templates = _open_parts(scheme, rest, options)
+        return source, chats.open_chat(options.get("chat"), tokenizer, templates, source)
     except errors.KVGraftError:
         raise
     except _MALFORMED as error:
@@ -116,19 +115,21 @@ def _open(
 
 def _open_parts(
     scheme: str, rest: str, options: Mapping[str, str]
-) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, str]:
-    """The opened checkpoint, its tokenizer and its chat template ("" where it has none, or the chat was named)."""
+) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, list[template_files.Template]]:
+    """The opened checkpoint, its tokenizer and its chat templates (none where the chat was named)."""
+    is_named = "chat" in options
     if scheme == "hf":
         source = safetensors_file.open_directory(rest)
         directory = pathlib.Path(source.origin)
-        return source, tokenizer_lib.from_directory(directory), "" if "chat" in options else _template(directory)
+        templates = [] if is_named else template_files.from_directory(directory)
+        return source, tokenizer_lib.from_directory(directory), templates
     if scheme == "orbax":
         source = orbax_directory.open_directory(rest, options.get("config"))
-        return source, orbax_directory.find_tokenizer(source), ""
+        return source, orbax_directory.find_tokenizer(source), []
     source = gguf_file.open_file(str(package.find_file(rest)) if scheme == "package" else rest)
     metadata = source.header.metadata
-    template = str(metadata.get("tokenizer.chat_template", ""))
-    return source, tokenizer_lib.from_gguf(metadata, source.origin), template
+    tokenizer = tokenizer_lib.from_gguf(metadata, source.origin)
+    return source, tokenizer, [] if is_named else template_files.from_gguf(metadata, tokenizer, source.origin)
 
 
 def _checked_dtype(dtype: str) -> np.dtype:
@@ -171,76 +172,3 @@ def _random_config(rest: str) -> tuple[config_lib.GemmaConfig, int]:
         values[key] = int(text)
     seed = values.pop("seed", 0)
     return random_lib.cut(configurations.get(name), **values), seed
-
-
-def _template(directory: pathlib.Path) -> str:
-    """The chat template in a directory, or "" where it has none."""
-    for name in _TEMPLATE_FILES:
-        path = directory / name
-        if path.is_file():
-            found = _text(path) if path.suffix == ".jinja" else files.read_json(path).get("chat_template")
-            if found:
-                return str(found)
-    return ""
-
-
-def _text(path: pathlib.Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise errors.TokenizerError(f"{path}: is not UTF-8 text ({error}); fetch it again, or use ?chat=NAME") from None
-
-
-def _chat(
-    style: str | None, tokenizer: tokenizer_lib.Tokenizer | None, template: str, source: source_lib.Source
-) -> chat_lib.Chat | None:
-    """The chat of a model, in the style that was named or that its template has; None without a tokenizer.
-
-    Raises:
-      TokenizerError: tokenizer or style are not those of such a model.
-    """
-    config, origin = source.config, source.origin
-    if tokenizer is None:
-        if style is not None:
-            raise errors.TokenizerError(
-                f"{origin}: has no tokenizer, which the chat {style!r} needs; put tokenizer.model into it"
-            )
-        return None
-    own = chat_lib.start_of_turn(config.family)
-    if own not in tokenizer.controls:
-        raise errors.TokenizerError(
-            f"{origin}: got a tokenizer without the piece {own!r}, wanted that of a Gemma {config.family}: in a "
-            "directory, put the model's own in place of the one found in it or beside it; convert a GGUF file again"
-        )
-    controls = set(tokenizer.controls.values())  # No text becomes one, so one without a row does no harm.
-    without = [token for token in range(config.vocab_size, tokenizer.vocab_size) if token not in controls]
-    if without:
-        raise errors.TokenizerError(
-            f"{origin}: got a tokenizer of {tokenizer.vocab_size} pieces, of which {len(without)} have no row among "
-            f"the {config.vocab_size} of the model; wanted the model's own tokenizer"
-        )
-    if config.vocab_size - tokenizer.vocab_size > _MOST_SPARE_ROWS:  # Gemma 1 and 2 spell their turns as 3 does.
-        raise errors.TokenizerError(
-            f"{origin}: got a tokenizer of {tokenizer.vocab_size} pieces for {config.vocab_size} rows of the model, "
-            f"wanted at most {_MOST_SPARE_ROWS} fewer; use the model's own tokenizer"
-        )
-    style = _style(template, config, origin) if style is None else style
-    if chat_lib.family_of(style) not in (None, config.family):
-        raise errors.TokenizerError(
-            f"{origin}: got a chat with turns of Gemma {chat_lib.family_of(style)}, but the model is a Gemma "
-            f"{config.family}; wanted the model's own template, or ?chat=NAME"
-        )
-    return chat_lib.Chat(tokenizer, style)
-
-
-def _style(template: str, config: config_lib.GemmaConfig, origin: str) -> str:
-    if not template:
-        return chat_lib.PLAIN
-    if "<|turn>" in template:  # Gemma 4; the sizes with per-layer embeddings go without the empty thought.
-        return chat_lib.GEMMA4_EMPTY_THOUGHT if config.per_layer is None else chat_lib.GEMMA4
-    if "<start_of_turn>" in template:
-        return chat_lib.GEMMA3
-    raise errors.TokenizerError(
-        f"{origin}: has a chat template without <start_of_turn> or <|turn>; wanted that of Gemma 3 or Gemma 4, or "
-        "?chat=NAME"
-    )

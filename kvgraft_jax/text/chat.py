@@ -79,6 +79,17 @@ def family_of(style: str) -> int | None:
     return None if turns is None else turns.family
 
 
+def styles(family: int) -> list[str]:
+    """Lists the styles for a model of family `family`, "plain" last."""
+    return sorted((style for style in _STYLES if family_of(style) in (None, family)), key=lambda style: style == PLAIN)
+
+
+def pieces(style: str) -> tuple[str, ...]:
+    """Lists every control piece that a tokenizer needs for `style`."""
+    turns = _STYLES[style]
+    return (_BOS,) if turns is None else (_BOS, *turns.pieces)
+
+
 @dataclasses.dataclass(frozen=True)
 class Message:
     """One message of a conversation.
@@ -130,8 +141,13 @@ class Chat:
     def __post_init__(self):
         family_of(self.style)
         if self._style is not None:
-            for piece in (_BOS, *self._style.pieces):
+            for piece in pieces(self.style):
                 self.tokenizer.control_id(piece)
+
+    @property
+    def can_think(self) -> bool:
+        """Whether prompts may ask for thoughts."""
+        return self._style is not None and self._style.can_think
 
     @property
     def template_digest(self) -> str:
@@ -140,7 +156,7 @@ class Chat:
         if self._style is not None:
             shape = [Message("system", "{0}"), *shape, Message("model", "{2}"), Message("user", "{3}")]
         document = {"style": self.style, "prompt": self.render(shape)}
-        if self._style is not None and self._style.can_think:
+        if self.can_think:
             shape[2] = Message("model", f"{_CHANNEL}{{4}}{_CHANNEL_END}{{2}}")
             document["thinking"] = self.render(shape, thinking=True)
         return digest.json_digest(document)
@@ -211,7 +227,7 @@ class Chat:
     def reply(self, token_ids: Sequence[int]) -> Message:
         """The model's message in the tokens that it generated, its thoughts left out; `InputError` for no token ids."""
         kept = self.tokenizer.checked(token_ids)
-        if self._style is not None and self._style.can_think:
+        if self.can_think:
             opens, closes = (self.tokenizer.control_id(piece) for piece in (_CHANNEL, _CHANNEL_END))
             while opens in kept:
                 first = kept.index(opens)
@@ -247,7 +263,7 @@ class Chat:
         """Begin of text, and the system turn where there is one, with or without text."""
         if not isinstance(thinking, bool):
             raise errors.InputError(f"thinking: got {errors.shown(thinking)}, wanted True or False")
-        if thinking and not (self._style is not None and self._style.can_think):
+        if thinking and not self.can_think:
             raise errors.InputError(f"thinking: got True, but prompts of style {self.style!r} cannot ask for it")
         parts: list[str] = [_Control(_BOS)]
         if thinking:
@@ -291,7 +307,7 @@ class Chat:
         return None, [Message("user", system + _BLANK_LINE + turns[0].content), *turns[1:]]
 
     def _trimmed(self, turn: Message) -> str:
-        is_old_thought = self._style.can_think and turn.role == "model"
+        is_old_thought = self.can_think and turn.role == "model"
         return (_THOUGHT.sub("", turn.content) if is_old_thought else turn.content).strip()
 
 

@@ -14,11 +14,12 @@ from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import configurations
 from kvgraft_jax.text import tokenizer as tokenizer_lib
+from tests import chat_templates, small_checkpoints, tiny, tiny_tokenizers
 from tests import orbax_checkpoints as written
-from tests import small_checkpoints, tiny, tiny_tokenizers
 
 PIECES = {3: "<start_of_turn>", 4: "<|turn>"}
 FOREIGN = {3: "'<start_of_turn>'.*wanted that of a Gemma 3", 4: r"'<\|turn>'.*wanted that of a Gemma 4"}
+STYLES = {3: "gemma3", 4: "gemma4"}
 KINDS = {3: "gemma3", 4: "dense"}
 
 
@@ -126,8 +127,8 @@ def test_a_control_piece_after_the_end_of_the_table(tmp_path):
 def test_a_template_of_the_other_family(tmp_path, family):
     uri = hugging_face(tmp_path / "m", family)
     (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
-    (tmp_path / "m" / "chat_template.jinja").write_text(PIECES[7 - family])
-    with pytest.raises(errors.TokenizerError, match=f"turns of Gemma {7 - family}.*model is a Gemma {family}"):
+    (tmp_path / "m" / "chat_template.jinja").write_text(chat_templates.STOCK[STYLES[7 - family]])
+    with pytest.raises(errors.TokenizerError, match="its prompts are none that this package writes"):
         load.load_model(uri)
 
 
@@ -161,7 +162,7 @@ def test_chat_and_configuration_of_an_orbax_directory(tmp_path):
 def test_the_chat_named_goes_before_the_template(tmp_path):
     uri = hugging_face(tmp_path / "m", 4)
     (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
-    (tmp_path / "m" / "chat_template.jinja").write_text("<|turn>")
+    (tmp_path / "m" / "chat_template.jinja").write_text(chat_templates.GEMMA4_EMPTY_THOUGHT)
     assert load.load_model(uri).chat.style == "gemma4-empty-thought"
     assert load.load_model(f"{uri}?chat=gemma4").chat.style == "gemma4"
 

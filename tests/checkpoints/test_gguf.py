@@ -14,7 +14,7 @@ from kvgraft_jax.checkpoints import assemble, load
 from kvgraft_jax.checkpoints.gguf import config as gguf_config
 from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.gemma import configurations
-from tests import small_checkpoints, tiny_tokenizers
+from tests import chat_templates, small_checkpoints, tiny_tokenizers
 
 KIND = gguf.GGMLQuantizationType
 
@@ -298,7 +298,7 @@ def test_gemma_4_with_its_tokenizer_and_turns(tmp_path):
     vocab = f"vocab={len(held['tokenizer.ggml.tokens'])}"
     made = load.load_model(small_checkpoints.SMALL_URIS["gemma-4-12b"].replace("vocab=97", vocab))
     stored = small_checkpoints.stored(made) | small_checkpoints.rotary_divisors(made.config)
-    metadata |= {"tokenizer.chat_template": "{{ '<|turn>user' }}"}
+    metadata |= {"tokenizer.chat_template": chat_templates.GEMMA4_EMPTY_THOUGHT}
     loaded = load.load_model(small_checkpoints.write_gguf(tmp_path / "m.gguf", made.config, stored, metadata=metadata))
     assert loaded.digest == made.digest
     text = "hello the code"

@@ -13,7 +13,7 @@ from kvgraft_jax.checkpoints import load, package
 from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import tokenizer as tokenizer_lib
-from tests import small_checkpoints, tiny_tokenizers
+from tests import chat_templates, small_checkpoints, tiny_tokenizers
 
 TURNS = "<start_of_turn>user\nHello<end_of_turn>\n<start_of_turn>model\n"
 
@@ -203,13 +203,13 @@ def test_models_get_the_style_of_their_template(tmp_path):
     (tmp_path / "hf" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     assert load.load_model(uri).chat.style == "plain"
     settings = tmp_path / "hf" / "tokenizer_config.json"
-    settings.write_text(json.dumps({"chat_template": "{{ bos_token }}<start_of_turn>"}))
+    settings.write_text(json.dumps({"chat_template": chat_templates.GEMMA3}))
     assert load.load_model(uri).chat.style == "gemma3"
     settings.write_text(json.dumps({"chat_template": "[INST]"}))
-    with pytest.raises(errors.TokenizerError, match="wanted that of Gemma 3 or Gemma 4"):
+    with pytest.raises(errors.TokenizerError, match="its prompts are none that this package writes"):
         load.load_model(uri)
     settings.write_text("{}")
-    (tmp_path / "hf" / "chat_template.jinja").write_text("<start_of_turn>")
+    (tmp_path / "hf" / "chat_template.jinja").write_text(chat_templates.GEMMA3)
     assert load.load_model(uri).chat.style == "gemma3"
 
     def plain(value):
@@ -218,7 +218,9 @@ def test_models_get_the_style_of_their_template(tmp_path):
     metadata = {key: plain(value) for key, value in tiny_tokenizers.gguf_metadata().items()}
     metadata |= {key: metadata[key].tolist() for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")}
     path = tmp_path / "m.gguf"
-    small_checkpoints.write_gguf(path, made.config, tensors, metadata=metadata | {"tokenizer.chat_template": TURNS})
+    small_checkpoints.write_gguf(
+        path, made.config, tensors, metadata=metadata | {"tokenizer.chat_template": chat_templates.GEMMA3}
+    )
     loaded = load.load_model(f"gguf:{path}")
     assert loaded.chat.style == "gemma3" and loaded.digest == made.digest
     assert loaded.tokenizer.encode("the <eos> code") == load.load_model(uri).tokenizer.encode("the <eos> code")

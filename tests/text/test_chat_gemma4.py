@@ -11,7 +11,6 @@ import pytest
 
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
-from kvgraft_jax.checkpoints import load
 from kvgraft_jax.runtime import run as run_lib
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import sentencepiece_model
@@ -197,13 +196,6 @@ def test_a_vocabulary_without_the_pieces():
     chat_lib.Chat(other, "gemma3")
     with pytest.raises(errors.TokenizerError, match=r"'<\|channel>': not in this vocabulary"):
         chat_lib.Chat(other, "gemma4")
-
-
-def test_style_follows_template_and_size():
-    for name, style in (("gemma-4-e2b", "gemma4"), ("gemma-4-12b", "gemma4-empty-thought")):
-        config = load.configurations.get(name)
-        assert load._style("{{ '<|turn>' + role }}", config, "x") == style
-        assert load._style("", config, "x") == "plain"
 
 
 def test_no_token_is_chosen_out_of_nan():
