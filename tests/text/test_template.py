@@ -72,9 +72,9 @@ def test_both_prompts_are_shown_around_the_place_where_they_part():
     with pytest.raises(errors.TokenizerError) as raised:
         style_of(chat_templates.GEMMA3.replace("~ '\\n\\n'", "~ '\\n'"), 3)
     assert (
-        "as 'gemma3', the probe 'system and user' differs at character 41: the template has "
-        r"'<bos><start_of_turn>user\nAnswer briefly.\nWhat is 2 + 3?<end_of_turn>\n<start_of_turn>model\n', this package "
-        r"'<bos><start_of_turn>user\nAnswer briefly.\n\nWhat is 2 + 3?<end_of_turn>\n<start_of_turn>model\n'"
+        "'system and user' differs at character 41: the template has "
+        r"'<bos><start_of_turn>user\nAnswer briefly.\nWhat is 2 + 3?<end_of_turn>\n<start_of_turn>model\n', this "
+        r"package '<bos><start_of_turn>user\nAnswer briefly.\n\nWhat is 2 + 3?<end_of_turn>\n<start_of_turn>model\n'"
     ) in str(raised.value)
 
 
