@@ -1,4 +1,4 @@
-"""The shape of the repository, checked: file sizes, docstrings, one-way imports, requirement files, no machine paths.
+"""The shape of the repository, checked: file sizes, docstrings, one-way imports, no machine paths.
 
 Every check takes a root directory and returns its findings as "file:line: what is wrong", so that each is also run on
 a planted violation: a check that cannot fail proves nothing.
@@ -7,19 +7,14 @@ a planted violation: a check that cannot fail proves nothing.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-import functools
+from collections.abc import Iterator
 import graphlib
-import importlib.metadata
-import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
 
-from packaging import requirements as packaging_requirements
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -31,11 +26,6 @@ ROOMS = (
     *("text", "gemma", "runtime", "checkpoints", "grafting", "relocation", "engine"),
 )
 PROJECT = ("kvgraft_jax", "configs", "experiments", "tests")
-LOCK = "requirements-lock.txt"
-PEERS = "requirements-peers.txt"
-WEIGHTS = "requirements-weights.txt"
-# By file, the folder whose imports it serves. Of -dev some are commands, and -weights is opened by its name.
-SERVES = {"requirements.txt": "", PEERS: "experiments/bench/peers"}
 
 
 def _files(root: pathlib.Path) -> list[pathlib.Path]:
@@ -69,15 +59,6 @@ def _imports(path: pathlib.Path, modules: dict[str, pathlib.Path]) -> Iterator[t
             for alias in node.names:
                 known = f"{base}.{alias.name}" in modules or base.split(".")[0] in PROJECT
                 yield node.lineno, f"{base}.{alias.name}" if known else base
-
-
-def _notebook_imports(path: pathlib.Path) -> Iterator[str]:
-    """Top-level packages that a notebook's code cells import."""
-    for cell in json.loads(path.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            for line in "".join(cell["source"]).splitlines():
-                if found := re.match(r"\s*(?:import|from)\s+(\w+)", line):
-                    yield found[1]
 
 
 def _rank(module: str) -> int | None:
@@ -177,85 +158,7 @@ def machine_paths(root: pathlib.Path) -> list[str]:
     return found
 
 
-def _requirements(root: pathlib.Path, file: str) -> dict[str, tuple[int, packaging_requirements.Requirement]]:
-    """Normalised distribution name to line and requirement, of one requirements file."""
-    found = {}
-    for number, line in enumerate((root / file).read_text().splitlines(), 1):
-        if text := line.partition("#")[0].strip():
-            requirement = packaging_requirements.Requirement(text)
-            found[_normalised(requirement.name)] = number, requirement
-    return found
-
-
-def _normalised(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-@functools.cache
-def _installed() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()
-
-
-def _distributions(package: str) -> set[str]:
-    """The installed distributions that bring a top-level package; its own name where it is not installed."""
-    return {_normalised(name) for name in _installed().get(package, [package])}
-
-
-def requirement_mistakes(root: pathlib.Path) -> list[str]:
-    """Imports that no requirements file lists, requirements that nothing imports, and pins outside their range."""
-    found = []
-    files = sorted(path.name for path in root.glob("requirements*.txt"))
-    listed = {file: _requirements(root, file) for file in files if file != LOCK}
-    lock = _requirements(root, LOCK)
-    modules = _modules(root)
-    used: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        room = module.split(".")[0]
-        folder = path.parent.relative_to(root).as_posix()
-        if folder == SERVES[PEERS]:
-            allowed = set(listed[PEERS])
-        elif folder == "tests/golden":  # scripts that run in the environment of the peers, which brings numpy
-            allowed = {*listed[PEERS], *listed["requirements.txt"]}
-        else:
-            allowed = {*listed["requirements.txt"], *listed[WEIGHTS]}
-            allowed |= set(listed["requirements-dev.txt"]) if room == "tests" else set()
-        for line, target in _imports(path, modules):
-            package = target.split(".")[0]
-            if package in sys.stdlib_module_names or package in PROJECT or target.startswith("."):
-                continue
-            used.setdefault(folder, set()).update(_distributions(package))
-            if not _distributions(package) & allowed:
-                found.append(f"{path.relative_to(root)}:{line}: {package} is in no requirements file for {folder}")
-    for path in _files(root):
-        if path.suffix == ".ipynb":
-            names = {name for package in _notebook_imports(path) for name in _distributions(package)}
-            used.setdefault(path.parent.relative_to(root).as_posix(), set()).update(names)
-    for file, folder in SERVES.items():
-        imported = set().union(*(names for place, names in used.items() if place.startswith(folder)))
-        for name, (line, _) in listed[file].items():
-            if name not in imported:
-                found.append(f"{file}:{line}: {name} is imported nowhere{' in ' * bool(folder)}{folder}")
-    for file, entries in listed.items():
-        for name, (line, requirement) in entries.items():
-            if not requirement.specifier:
-                found.append(f"{file}:{line}: {name} has no range")
-            if name not in lock:
-                if file != PEERS:
-                    found.append(f"{file}:{line}: {name} is not in {LOCK}; run: bash workspace.sh lock")
-            elif not requirement.specifier.contains(str(lock[name][1].specifier).removeprefix("==")):
-                found.append(f"{LOCK}:{lock[name][0]}: {lock[name][1]} is outside {file}'s {requirement}")
-    return found
-
-
-CHECKS = (long_files, missing_docstrings, wrong_way_imports, import_cycles, machine_paths, requirement_mistakes)
-REQUIREMENTS = {
-    "requirements.txt": "numpy>=2\n",
-    "requirements-dev.txt": "pytest>=9\n",
-    "requirements-weights.txt": "",
-    "requirements-peers.txt": "",
-    "requirements-lock.txt": "numpy==2.4.6\npytest==9.2.0\n",
-    "kvgraft_jax/digest.py": '"""Digests."""\nimport numpy\n',
-}
+CHECKS = (long_files, missing_docstrings, wrong_way_imports, import_cycles, machine_paths)
 VIOLATIONS = {
     "long": (long_files, {"kvgraft_jax/pin.py": "\n" * 400}, "kvgraft_jax/pin.py:400"),
     "no module docstring": (missing_docstrings, {"tests/test_a.py": "x = 1\n"}, "tests/test_a.py:1"),
@@ -294,46 +197,6 @@ VIOLATIONS = {
         ": import cycle kvgraft_jax.gemma.",
     ),
     "machine path": (machine_paths, {"README.md": f"\nsee {pathlib.Path.home().resolve()}/main\n"}, "README.md:2"),
-    "unlisted import": (
-        requirement_mistakes,
-        REQUIREMENTS | {"kvgraft_jax/pin.py": "import os\nimport pytest\n"},
-        "kvgraft_jax/pin.py:2: pytest",
-    ),
-    "unused requirement": (
-        requirement_mistakes,
-        REQUIREMENTS | {"kvgraft_jax/digest.py": ""},
-        "requirements.txt:1: numpy is imported nowhere",
-    ),
-    "no range": (requirement_mistakes, REQUIREMENTS | {"requirements-dev.txt": "pytest\n"}, "requirements-dev.txt:1"),
-    "not locked": (
-        requirement_mistakes,
-        REQUIREMENTS | {"requirements-lock.txt": "numpy==2.4.6\n"},
-        "requirements-dev.txt:1: pytest is not in requirements-lock.txt",
-    ),
-    "locked out of range": (
-        requirement_mistakes,
-        REQUIREMENTS
-        | {
-            "requirements-peers.txt": "# x\nnumpy==2.4.5\n",
-            "experiments/bench/peers/a.py": '"""A."""\nimport numpy\n',
-        },
-        "requirements-lock.txt:1: numpy==2.4.6 is outside requirements-peers.txt's numpy==2.4.5",
-    ),
-    "unused by the peers": (
-        requirement_mistakes,
-        REQUIREMENTS | {"requirements-peers.txt": "torch==2.13.0\n", "experiments/a.py": '"""A."""\n'},
-        "requirements-peers.txt:1: torch is imported nowhere in experiments/bench/peers",
-    ),
-    "unlisted import of the peers": (
-        requirement_mistakes,
-        REQUIREMENTS | {"experiments/bench/peers/a.py": '"""A."""\nimport numpy\n'},
-        "experiments/bench/peers/a.py:2: numpy is in no requirements file for experiments/bench/peers",
-    ),
-    "a requirements file without ranges that is new": (
-        requirement_mistakes,
-        REQUIREMENTS | {"requirements-docs.txt": "numpy\n"},
-        "requirements-docs.txt:1: numpy has no range",
-    ),
 }
 
 
@@ -351,13 +214,6 @@ def test_a_planted_violation_is_found(tmp_path, name):
         (tmp_path / file).write_text(text)
     findings = check(tmp_path)
     assert len(findings) == 1 and expected in findings[0], findings
-
-
-def test_consistent_requirements_pass(tmp_path):
-    (tmp_path / "kvgraft_jax").mkdir()
-    for file, text in REQUIREMENTS.items():
-        (tmp_path / file).write_text(text)
-    assert requirement_mistakes(tmp_path) == []
 
 
 def test_every_check_has_a_planted_violation():
