@@ -270,7 +270,7 @@ def _execute(
             folder.rmdir()  # Nothing is in it.
         raise
     findings = experiment.run(settings, model, folder)
-    document = _document(experiment, settings, findings, time.perf_counter() - began)
+    document = _document(experiment, settings, model.source, findings, time.perf_counter() - began)
     write_text(folder / RESULT, json.dumps(document, indent=1, allow_nan=False) + "\n")
     write_text(folder / REPORT, report(document))
     print(table(document))
@@ -285,7 +285,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return type(value) is hint
 
 
-def _document(experiment: Experiment, settings: Any, findings: Findings, seconds: float) -> dict[str, Any]:
+def _document(experiment: Experiment, settings: Any, source: str, findings: Findings, seconds: float) -> dict[str, Any]:
     figures = {**findings.figures, "pin_id": findings.pin.id, "seconds": round(seconds, 1)}
     head = {
         "experiment": experiment.name,
@@ -295,6 +295,7 @@ def _document(experiment: Experiment, settings: Any, findings: Findings, seconds
     }
     rest = {
         "config": dataclasses.asdict(settings),
+        "source": source,
         "inputs": dict(findings.inputs),
         "outputs": dict(findings.outputs),
         "environment": _environment(),

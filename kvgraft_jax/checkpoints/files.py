@@ -39,10 +39,8 @@ def existing_file(path: str | os.PathLike[str], wanted: str) -> pathlib.Path:
 def check_directory(path: pathlib.Path, wanted: str) -> None:
     """Raises a `WeightsError` unless `path` is a directory; `wanted` says of what kind."""
     if not path.is_dir():
-        raise errors.WeightsError(
-            f"{path}: is no directory; wanted one {wanted}. For a model's name on a hub nothing is downloaded: fetch "
-            "the files first, for example with `hf download OWNER/NAME --local-dir DIR`, and name DIR"
-        )
+        state = "is a file" if path.exists() else "does not exist"
+        raise errors.WeightsError(f"{path}: {state}; wanted a directory {wanted}")
 
 
 def read_bytes(path: pathlib.Path, offset: int, size: int) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import pathlib
 from urllib import parse
 
 import flax
@@ -16,7 +15,7 @@ from kvgraft_jax.checkpoints import assemble, chats, package
 from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.checkpoints import source as source_lib
 from kvgraft_jax.checkpoints.gguf import file as gguf_file
-from kvgraft_jax.checkpoints.hf import safetensors_file
+from kvgraft_jax.checkpoints.hf import hub, safetensors_file
 from kvgraft_jax.checkpoints.orbax import directory as orbax_directory
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
@@ -40,7 +39,7 @@ _CUTS = (
     "per_layer",
 )
 _OPTIONS = {"hf": ("chat",), "gguf": ("chat",), "orbax": ("config", "chat")}
-_SCHEMES = "hf:DIR, gguf:FILE, orbax:DIR, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
+_SCHEMES = "hf:DIR, hf:OWNER/NAME, gguf:FILE, orbax:DIR, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -50,11 +49,12 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
     Exact: bit-exact where `dtype` holds the stored values, else rounded once to nearest even.
 
     Args:
-      uri: `hf:DIR` (config.json and safetensors), `gguf:FILE`, `orbax:DIR` (as DeepMind publishes them;
-        `?config=NAME` states which model it is), `package:gemma-3-270m` (the installed package), or
-        `random:NAME?seed=0` for any released size (`gemma-3-270m` to `gemma-4-31b`), optionally cut with `layers`,
-        `vocab`, `embed`, `hidden`, `heads`, `kv_heads`, `head_dim`, `window`, `experts` and `per_layer`; see
-        `weights.random_init.cut`. `?chat=NAME` after a directory or file states the style of `Chat`, which Orbax
+      uri: `hf:DIR` (config.json and safetensors), `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION` (a model of the Hugging
+        Face Hub, from the local cache or downloaded; see `checkpoints.hf.hub.find`), `gguf:FILE`, `orbax:DIR` (as
+        DeepMind publishes them; `?config=NAME` states which model it is), `package:gemma-3-270m` (the installed
+        package), or `random:NAME?seed=0` for any released size (`gemma-3-270m` to `gemma-4-31b`), optionally cut with
+        `layers`, `vocab`, `embed`, `hidden`, `heads`, `kv_heads`, `head_dim`, `window`, `experts` and `per_layer`; see
+        `checkpoints.random.cut`. `?chat=NAME` after a name, directory or file states the style of `Chat`, which Orbax
         directories do not tell; otherwise it is that of the checkpoint's template, or "plain" without one.
       dtype: "bfloat16" or "float32".
       mesh: devices over which parameters and, later, caches are spread: `make_mesh(num_devices)`; None is the default
@@ -63,7 +63,8 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
     Raises:
       ConfigError: a URI, dtype, mesh or configuration that is not accepted.
       WeightsError: a checkpoint that is missing, unreadable or damaged, or that lacks tensors which the model needs.
-      ResourceError: the parameters do not fit the memory that the device has free; raised before they are loaded.
+      ResourceError: the parameters do not fit the memory that the device has free, or a download the disk; raised
+        before either begins.
       TokenizerError: a tokenizer or chat template of another model or kind, or damaged.
     """
     as_dtype = _checked_dtype(dtype)
@@ -76,14 +77,17 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
     if scheme == "random":
         config, seed = _random_config(rest)
         weights = random_lib.initialise(config, seed, as_dtype, mesh)
-        return model_lib.Model(config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri, mesh)
+        return model_lib.Model(
+            config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri, uri, mesh
+        )
     options = {}
     if scheme in _OPTIONS:
         rest, options = _query(rest, _OPTIONS[scheme])
     if "chat" in options:
         chat_lib.family_of(options["chat"])
     try:
-        source, chat = _open(uri, scheme, rest, options)
+        found = hub.find(rest) if scheme == "hf" else None
+        source, chat = _open(uri, scheme, rest, found, options)
         weights = assemble.assemble(source, as_dtype, mesh)
     except OSError as error:
         raise errors.WeightsError(
@@ -92,17 +96,17 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
         ) from error
     host_memory.trim()
     tokenizer = None if chat is None else chat.tokenizer
-    return model_lib.Model(
-        source.config, flax.core.freeze(weights.params), tokenizer, chat, weights.digest, dtype, uri, mesh
-    )
+    params = flax.core.freeze(weights.params)
+    origin = found.source if found and found.source else uri
+    return model_lib.Model(source.config, params, tokenizer, chat, weights.digest, dtype, uri, origin, mesh)
 
 
 def _open(
-    uri: str, scheme: str, rest: str, options: Mapping[str, str]
+    uri: str, scheme: str, rest: str, found: hub.Files | None, options: Mapping[str, str]
 ) -> tuple[source_lib.Source, chat_lib.Chat | None]:
     """The opened checkpoint, and its tokenizer with the prompt template."""
     try:
-        source, tokenizer, templates = _open_parts(scheme, rest, options)
+        source, tokenizer, templates = _open_parts(scheme, rest, found, options)
         return source, chats.open_chat(options.get("chat"), tokenizer, templates, source)
     except errors.KVGraftError:
         raise
@@ -114,15 +118,14 @@ def _open(
 
 
 def _open_parts(
-    scheme: str, rest: str, options: Mapping[str, str]
+    scheme: str, rest: str, found: hub.Files | None, options: Mapping[str, str]
 ) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, list[template_files.Template]]:
     """The opened checkpoint, its tokenizer and its chat templates (none where the chat was named)."""
     is_named = "chat" in options
-    if scheme == "hf":
-        source = safetensors_file.open_directory(rest)
-        directory = pathlib.Path(source.origin)
-        templates = [] if is_named else template_files.from_directory(directory)
-        return source, tokenizer_lib.from_directory(directory), templates
+    if found is not None:
+        source = safetensors_file.open_directory(found.directory, found.names)
+        templates = [] if is_named else template_files.from_directory(found.directory)
+        return source, tokenizer_lib.from_directory(found.directory), templates
     if scheme == "orbax":
         source = orbax_directory.open_directory(rest, options.get("config"))
         return source, orbax_directory.find_tokenizer(source), []

@@ -23,7 +23,9 @@ class Model:
       chat: its prompt template; None without a tokenizer.
       digest: SHA-256 (hex) of the parameters: equal weights in equal dtype give one digest, whatever the file format.
       dtype: "bfloat16" or "float32".
-      uri: where it was loaded from.
+      uri: as it was given to `load_model`.
+      source: where the weights came from: `hf:OWNER/NAME@COMMIT` for a model of the Hugging Face Hub, else the URI.
+        Neither pin nor artifact holds it: equal files give equal ones, wherever they lie.
       mesh: devices over which it is spread; None is the default device.
     """
 
@@ -34,6 +36,7 @@ class Model:
     digest: str
     dtype: str
     uri: str
+    source: str
     mesh: sharding.Mesh | None = None
 
     @property

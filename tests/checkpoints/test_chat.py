@@ -180,9 +180,3 @@ def test_what_ends_the_turn_ends_decoding(tmp_path):
     logits_V[end] = 1
     assert engine.generate(dataclasses.replace(state, logits=logits_V), max_new_tokens=3)[0] == []
     assert engine.generate(dataclasses.replace(state, logits=logits_V), max_new_tokens=1, stop_ids=())[0] == [end]
-
-
-@pytest.mark.parametrize("scheme", ["hf", "orbax"])
-def test_nothing_is_downloaded(scheme):
-    with pytest.raises(errors.WeightsError, match="google/gemma-4-12b: is no directory.*nothing is downloaded"):
-        load.load_model(f"{scheme}:google/gemma-4-12b")

@@ -88,7 +88,7 @@ def test_equal_logits(tmp_path, kind):
     written.write_old(tmp_path / "m", written.flat(written.arrays(kind)))
     loaded = load.load_model(f"orbax:{tmp_path / 'm'}")
     made = model_lib.Model(
-        written.config(kind), written.weights(kind).params, None, None, loaded.digest, "bfloat16", "made"
+        written.config(kind), written.weights(kind).params, None, None, loaded.digest, "bfloat16", "made", "made"
     )
     ours, theirs = (
         engine_lib.Engine(each, capacity=16, width=4, kv_block=16).prefill([2, 5, 8, 13, 21]).logits
@@ -231,7 +231,10 @@ def test_fused_queries_and_double_names_are_refused(tmp_path):
 
 
 def test_foreign_directories_are_refused(tmp_path):
-    for path, message in ((tmp_path / "none", "is no directory"), (tmp_path, "0 directories in it hold an Orbax")):
+    for path, message in (
+        (tmp_path / "none", "does not exist; wanted a directory that Orbax"),
+        (tmp_path, "0 directories in it hold an Orbax"),
+    ):
         with pytest.raises(errors.WeightsError, match=message):
             load.load_model(f"orbax:{path}")
     written.write_old(tmp_path / "a", {"dense": {"kernel": np.ones((2, 2), np.float32)}})

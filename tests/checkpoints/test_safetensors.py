@@ -160,12 +160,12 @@ def test_truncated_at_every_boundary(tmp_path, made, tensors):
 
 
 def test_directories_without_their_files(tmp_path, made, tensors):
-    with pytest.raises(errors.WeightsError, match="is no directory"):
+    with pytest.raises(errors.WeightsError, match="there is no such directory; wanted a directory with config.json"):
         load.load_model(f"hf:{tmp_path / 'none'}")
     with pytest.raises(errors.WeightsError, match="config.json"):
         load.load_model(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text(json.dumps(small_checkpoints.new_config(made.config)))
-    with pytest.raises(errors.WeightsError, match="neither load.safetensors nor"):
+    with pytest.raises(errors.WeightsError, match="neither model.safetensors nor"):
         load.load_model(f"hf:{tmp_path}")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))

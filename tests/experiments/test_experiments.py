@@ -86,7 +86,18 @@ def test_the_exit_code_and_the_last_line_tell_whether_the_claim_holds(tmp_path, 
     assert document["holds"] is holds and document["answer"] == 1.5 and document["inputs"] == {"in": "1" * 64}
     assert document["pin"] == {"schema": "test"} and document["pin_id"] == pin_lib.Pin({"schema": "test"}).id
     assert document["config"]["samples"] == exactness_small.get_config().samples
+    assert document["source"] == document["config"]["model"]
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [harness.REPORT, harness.RESULT]
+
+
+def test_the_result_names_the_commit_of_the_weights(tmp_path, monkeypatch):
+    commit = "hf:owner/model@0123456789abcdef0123456789abcdef01234567"
+    load = kg.load_model
+    monkeypatch.setattr(
+        kg, "load_model", lambda *names, **mesh: dataclasses.replace(load(*names, **mesh), source=commit)
+    )
+    assert harness.execute(toy(), config(), tmp_path) == 0
+    assert results(tmp_path)["source"] == commit
 
 
 def test_the_report_holds_the_figures_of_the_result(tmp_path):

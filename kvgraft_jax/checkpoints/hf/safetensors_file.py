@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import dataclasses
 import math
 import pathlib
@@ -16,6 +16,8 @@ from kvgraft_jax.checkpoints.hf import config as huggingface_config
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _PREFIXES = ("language_model.model.", "model.language_model.", "model.")
 _OTHER_MODALITIES = (
     "vision_tower",
@@ -72,18 +74,20 @@ class SafetensorsSource:
         return raw.view(dtype.newbyteorder("<") if dtype.kind == "f" else dtype).reshape(stop - start, columns)
 
 
-def open_directory(path: str) -> SafetensorsSource:
-    """Reads config.json and every header in the directory `path`; no tensor.
+def open_directory(directory: pathlib.Path, names: Collection[str]) -> SafetensorsSource:
+    """Reads config.json and every header in a directory; no tensor.
+
+    Args:
+      directory: where the files lie.
+      names: of the files that belong to the model, whether or not all lie in the directory.
 
     Raises:
       WeightsError: files that are missing, truncated, of another format, or that contradict each other.
       ConfigError: a configuration that this package does not compute.
     """
-    directory = pathlib.Path(path).expanduser()
-    files.check_directory(directory, "with config.json and safetensors files")
     config = huggingface_config.read_config(directory)
     tensors: dict[str, StoredTensor] = {}
-    for stored_name, tensor in _stored_tensors(directory).items():
+    for stored_name, tensor in _stored_tensors(directory, names).items():
         name = _public_name(stored_name)
         if name is None:
             continue
@@ -108,34 +112,49 @@ def _public_name(stored_name: str) -> str | None:
     return stored_name
 
 
-def _stored_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    index_path, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if single.is_file() and not index_path.is_file():
-        return _read_header(single)
-    if not index_path.is_file():
+def stored_files(directory: pathlib.Path, names: Collection[str]) -> dict[str, set[str] | None]:
+    """Returns the files that hold the weights, with the tensors that the index lists for each; None without an index.
+
+    Args:
+      directory: where the index lies.
+      names: of the files that belong to the model, whether or not they lie in the directory.
+
+    Raises:
+      WeightsError: there are no safetensors, or index and files contradict each other.
+    """
+    if INDEX not in names and SINGLE in names:
+        return {SINGLE: None}
+    if INDEX not in names:
         raise errors.WeightsError(
-            f"{directory}: holds neither model.safetensors nor model.safetensors.index.json; "
+            f"{directory}: holds neither {SINGLE} nor {INDEX}; "
             "download the safetensors files of the model, or save it with safe_serialization=True"
         )
-    weight_map = files.read_json(index_path).get("weight_map")
+    weight_map = files.read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise errors.WeightsError(f"{index_path}: weight_map: got {weight_map!r}, wanted tensor names and their files")
-    tensors: dict[str, StoredTensor] = {}
-    shards = sorted(set(map(str, weight_map.values())))
-    if single.is_file() and shards != [single.name]:
         raise errors.WeightsError(
-            f"{directory}: holds {single.name} beside {index_path.name}, which lists {errors.shown(shards)}: they may "
+            f"{directory / INDEX}: weight_map: got {weight_map!r}, wanted tensor names and their files"
+        )
+    listed: dict[str, set[str]] = {}
+    for name, file in sorted(weight_map.items()):
+        if pathlib.PurePath(str(file)).name != file:
+            raise errors.WeightsError(
+                f"{directory / INDEX}: got the file name {file!r}, wanted one in the same directory"
+            )
+        listed.setdefault(file, set()).add(name)
+    if SINGLE in names and listed.keys() != {SINGLE}:
+        raise errors.WeightsError(
+            f"{directory}: holds {SINGLE} beside {INDEX}, which lists {errors.shown(sorted(listed))}: they may "
             "be two models; remove one of the two"
         )
-    for file in shards:
-        if pathlib.PurePath(file).name != file:
-            raise errors.WeightsError(f"{index_path}: got the file name {file!r}, wanted one in the same directory")
-        shard = _read_header(files.existing_file(directory / file, f"a shard that {index_path.name} lists"))
-        listed = {name for name, where in weight_map.items() if where == file}
-        if listed != set(shard):
-            raise errors.WeightsError(
-                f"{directory / file}: {index_path.name} disagrees with it on {sorted(listed ^ set(shard))}"
-            )
+    return listed
+
+
+def _stored_tensors(directory: pathlib.Path, names: Collection[str]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for file, listed in stored_files(directory, names).items():
+        shard = _read_header(files.existing_file(directory / file, f"a shard that {INDEX} lists"))
+        if listed is not None and listed != set(shard):
+            raise errors.WeightsError(f"{directory / file}: {INDEX} disagrees with it on {sorted(listed ^ set(shard))}")
         tensors.update(shard)
     return tensors
 
