@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kvgraft_jax.runtime.state import State
     from kvgraft_jax.text.chat import Message
 
+__version__ = "0.1.0"
+
 _ERRORS = (
     "ArtifactNotFound",
     "CapacityError",
