@@ -76,7 +76,7 @@ class Engine:
         config = step_lib.StepConfig(model.config, model.dtype, width, kv_block, mesh=model.mesh)
         determinism.assert_in_force()
         capacity = -(-capacity // kv_block) * kv_block
-        num_slots, dtype = capacity + width, config.jnp_dtype
+        num_slots, dtype = config.num_slots(capacity), config.jnp_dtype
         needed = cache_lib.device_bytes(model.config, num_slots, dtype, model.mesh)
         needed += rotary.tables_bytes(model.config, num_slots, dtype)
         purpose = f"a cache of {capacity} tokens and its rotary tables"
@@ -273,8 +273,7 @@ class Engine:
                 )
 
     def _fresh_cache(self) -> cache_lib.Cache:
-        config = self.step_config
-        return cache_lib.make_cache(config.model, self.capacity + config.width, config.jnp_dtype, config.mesh)
+        return self.step_config.make_cache(self.capacity)
 
     def _read(
         self, cache: cache_lib.Cache, before: state_lib.State | None, token_ids: tuple[int, ...], *, progress: bool

@@ -223,9 +223,9 @@ def test_a_state_is_copied_once_per_call(monkeypatch):
 def test_a_step_needs_no_more_memory_in_a_larger_cache():
     def temporary_bytes(capacity: int) -> int:
         engine = tiny.engine(capacity=capacity)
-        runner, tokens_T = engine.runner, step_lib.pad_tokens([3], tiny.WIDTH)
+        runner, (read,) = engine.runner, step_lib.cut([3], 0, tiny.WIDTH)
         state = engine.prefill([3])
-        arguments = runner.params, runner.tables, state.cache, tokens_T, np.int32(0), np.int32(1)
+        arguments = runner.params, runner.tables, state.cache, read.tokens_T, read.start, read.count
         return runner.programs.step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(64) == temporary_bytes(4096) > 0

@@ -188,12 +188,14 @@ def test_garbage_and_idle_lanes_change_no_bit(dtype, monkeypatch):
     wanted = hashes(engine.extend(engine.prefill(token_ids[:-3]), token_ids[-3:]), "full")
     rng = np.random.default_rng(1)
 
-    def noisy(chunk, width):
-        tokens_T = rng.integers(-5, 600, width, dtype=np.int32)
-        tokens_T[: len(chunk)] = chunk
-        return tokens_T
+    cut = step_lib.cut
 
-    monkeypatch.setattr(step_lib, "pad_tokens", noisy)
+    def noisy(token_ids, start, width):
+        for read in cut(token_ids, start, width):
+            read.tokens_T[read.count :] = rng.integers(-5, 600, width - read.count, dtype=np.int32)
+            yield read
+
+    monkeypatch.setattr(step_lib, "cut", noisy)
     for seed in range(3):
         state = engine.prefill(token_ids[:-3])
         state = dataclasses.replace(state, cache=dirty(state.cache, state.length, seed))
@@ -332,7 +334,7 @@ class TestDetectors:
         config = engine.step_config
         token_ids = np.array([tiny.tokens(tiny.WIDTH, seed) for seed in range(8)], np.int32)
         runner = engine.runner
-        one = jax.eval_shape(lambda: cache_lib.make_cache(config.model, engine.capacity + config.width, jnp.float32))
+        one = jax.eval_shape(lambda: config.make_cache(engine.capacity))
         caches = jax.tree.map(lambda leaf: jnp.zeros((8, *leaf.shape), leaf.dtype), one)
         batched = jax.jit(
             jax.vmap(lambda t, c: runner.programs._step(runner.params, runner.tables, c, t, jnp.int32(0), jnp.int32(8)))

@@ -114,14 +114,12 @@ class Ours:
     def _step(self, start: int) -> Callable[[], step_lib.StepResult]:
         """One step with a token in every lane, on a cache of its own that it hands on from call to call."""
         runner, config = self._engine.runner, self._engine.step_config
-        cache = cache_lib.make_cache(config.model, self._engine.capacity + config.width, config.jnp_dtype)
-        tokens_T = step_lib.pad_tokens(self.texts.context[: config.width], config.width)
+        cache = config.make_cache(self._engine.capacity)
+        (read,) = step_lib.cut(self.texts.context[: config.width], start, config.width)
 
         def step() -> step_lib.StepResult:
             nonlocal cache
-            result = runner.programs.step(
-                runner.params, runner.tables, cache, tokens_T, np.int32(start), np.int32(config.width)
-            )
+            result = runner.programs.step(runner.params, runner.tables, cache, read.tokens_T, read.start, read.count)
             cache = result.cache
             return result
 

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 import kvgraft_jax as kg
-from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import transformer
 from kvgraft_jax.relocation import encodings, keys, tables
@@ -37,15 +36,15 @@ def raw_keys(engine: kg.Engine, token_ids: Sequence[int]) -> list[np.ndarray]:
       token_ids: a text that fits.
     """
     config, collect = engine.step_config, _program(engine.step_config)
-    cache = cache_lib.make_cache(config.model, engine.capacity + config.width, config.jnp_dtype)
+    cache = config.make_cache(engine.capacity)
     pieces: list[list[np.ndarray]] = [[] for _ in range(config.model.num_kv_layers)]
-    for first in range(0, len(token_ids), config.width):
-        chunk = token_ids[first : first + config.width]
-        tokens_T, start, count = step_lib.pad_tokens(chunk, config.width), np.int32(first), np.int32(len(chunk))
-        result, k_raw = collect(engine.runner.params, engine.runner.tables, cache, tokens_T, start, count)
+    for read in step_lib.cut(token_ids, 0, config.width):
+        result, k_raw = collect(
+            engine.runner.params, engine.runner.tables, cache, read.tokens_T, read.start, read.count
+        )
         cache = result.cache
         for piece, k_raw_TxKxH in zip(pieces, k_raw, strict=True):
-            piece.append(np.asarray(k_raw_TxKxH)[: len(chunk)])
+            piece.append(np.asarray(k_raw_TxKxH)[: read.count])
     return [np.concatenate(piece) for piece in pieces]
 
 

@@ -57,7 +57,7 @@ class Difference:
 
 def num_slots(engine: kg.Engine) -> int:
     """Slots of the engine's caches, which is also the length of its tables."""
-    return engine.capacity + engine.step_config.width
+    return engine.step_config.num_slots(engine.capacity)
 
 
 def shifted(engine: kg.Engine, tables: rotary_lib.RotaryTables, shift: int) -> run_lib.Runner:
@@ -68,7 +68,7 @@ def shifted(engine: kg.Engine, tables: rotary_lib.RotaryTables, shift: int) -> r
 
 def fresh(engine: kg.Engine, runner: run_lib.Runner, document: Sequence[int], tail: Sequence[int]) -> Context:
     """A text read from slot 0 on, where a runner puts it."""
-    cache = cache_lib.make_cache(engine.model.config, num_slots(engine), engine.step_config.jnp_dtype)
+    cache = engine.step_config.make_cache(engine.capacity)
     return read_tail(runner, run_lib.run(runner, cache, document, 0).cache, tail, len(document))
 
 
@@ -116,15 +116,7 @@ def read_tail(runner: run_lib.Runner, cache: cache_lib.Cache, tail: Sequence[int
         return rows_TxKxH.view(np.uint16 if rows_TxKxH.itemsize == 2 else np.uint32)
 
     kv_bits = [(bits(layer.k_rot_SxKxH), bits(layer.v_SxKxH)) for layer in cache.layers]
-    logits: list[np.ndarray] = []
-
-    def head(hidden_TxD: jax.Array, count: int) -> None:
-        for lane in range(0, count, runner.programs.config.head_lanes):
-            lanes = runner.programs.head(runner.params, hidden_TxD, np.int32(lane))
-            logits.extend(np.array(logits_V) for logits_V in lanes[: count - lane])
-
-    run_lib.run(runner, cache, tail, start, on_step=head)
-    return Context(kv_bits, np.stack(logits))
+    return Context(kv_bits, run_lib.score(runner, cache, tail, start))
 
 
 def difference(wanted: Context, found: Context) -> Difference:

@@ -65,8 +65,8 @@ class Bench:
     def __init__(self, engine: kg.Engine, token_ids: Sequence[int], checkpoints: Sequence[int]):
         self._engine, self._token_ids, self._checkpoints = engine, tuple(token_ids), checkpoints
         config = engine.step_config
-        self._num_slots = engine.capacity + 4 * config.width
-        self._tables = rotary.make_tables(config.model, self._num_slots, config.jnp_dtype)
+        self._capacity = engine.capacity + 3 * config.width
+        self._tables = rotary.make_tables(config.model, config.num_slots(self._capacity), config.jnp_dtype)
         self._alone: dict[int, tuple[schedules.Outcome, schedules.Checkpoints]] = {}
 
     def alone(self, width: int) -> schedules.Outcome:
@@ -84,7 +84,7 @@ class Bench:
         return self._chunked(widths, schedules.Checkpoints(self._checkpoints))
 
     def _chunked(self, widths: Sequence[int], watch: schedules.Checkpoints) -> schedules.Outcome:
-        cache, read = schedules.make_cache(self._engine, self._num_slots), 0
+        cache, read = self._engine.step_config.make_cache(self._capacity), 0
         for width in itertools.chain(widths, itertools.repeat(widths[-1])):
             runner, chunk = self._runner(width), self._token_ids[read : read + width]
             result = schedules.feed(runner, cache, chunk, read, watch)
@@ -108,15 +108,12 @@ class Bench:
         tokens_BxT[0] = self._token_ids[start:]
         step = jax.jit(jax.vmap(runner.programs.step, in_axes=(None, None, 0, 0, 0, 0)), donate_argnums=2)
         cache = jax.tree.map(lambda array: jnp.stack([array] * requests), alone.state.cache)
-        for first in range(0, tokens_BxT.shape[1], width):
-            chunk_BxT = tokens_BxT[:, first : first + width]
-            count = chunk_BxT.shape[1]
-            padded_BxT = np.stack([step_lib.pad_tokens(chunk_T.tolist(), width) for chunk_T in chunk_BxT])
-            place_B, count_B = np.full(requests, start + first, np.int32), np.full(requests, count, np.int32)
-            result = step(runner.params, runner.tables, cache, padded_BxT, place_B, count_B)
+        for reads in zip(*(step_lib.cut(tokens_T, start, width) for tokens_T in tokens_BxT), strict=True):
+            parts = ([read.tokens_T for read in reads], [read.start for read in reads], [read.count for read in reads])
+            result = step(runner.params, runner.tables, cache, *map(np.stack, parts))
             cache, hidden_TxD = result.cache, result.hidden_TxD[0]
-            watch.look(runner.programs, runner.params, hidden_TxD, start + first, count)
-        last = run_lib.RunResult(cache, hidden_TxD, count - 1)
+            watch.look(runner, hidden_TxD, reads[0])
+        last = run_lib.RunResult(cache, hidden_TxD, int(reads[0].count) - 1)
         own_cache = jax.tree.map(lambda array: array[0], cache)
         return self._outcome(own_cache, run_lib.next_logits(runner, last), watch)
 
@@ -143,7 +140,7 @@ class Bench:
     def _damaged(self, damage: Callable[[cache_lib.Cache, int], cache_lib.Cache]) -> schedules.Outcome:
         watch, runner = schedules.Checkpoints(self._checkpoints), self._engine.runner
         *most, last = self._token_ids
-        result = schedules.feed(runner, schedules.make_cache(self._engine), most, 0, watch)
+        result = schedules.feed(runner, self._engine.step_config.make_cache(self._engine.capacity), most, 0, watch)
         cache = damage(result.cache, len(most) - 1)
         result = schedules.feed(runner, cache, [last], len(most), watch)
         return self._outcome(result.cache, run_lib.next_logits(runner, result), watch)

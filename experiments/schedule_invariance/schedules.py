@@ -98,10 +98,11 @@ class Checkpoints:
         self._positions = frozenset(positions)
         self._found: dict[int, jax.Array] = {}
 
-    def look(self, programs: step_lib.Programs, params: Mapping, hidden_TxD: jax.Array, start: int, count: int) -> None:
-        """Takes the logits of the positions among start..start+count-1 that were chosen."""
-        for position in self._positions.intersection(range(start, start + count)):
-            self._found[position] = programs.head(params, hidden_TxD, np.int32(position - start))[0]
+    def look(self, runner: run_lib.Runner, hidden_TxD: jax.Array, read: step_lib.StepInput) -> None:
+        """Takes the logits of the chosen ones among the positions that a step read."""
+        for position in self._positions.intersection(range(read.start, read.start + read.count)):
+            result = run_lib.RunResult(None, hidden_TxD, position - int(read.start))
+            self._found[position] = run_lib.next_logits(runner, result)
 
     def copy(self) -> Checkpoints:
         """With the same findings, and going its own way from here."""
@@ -175,7 +176,7 @@ def run(
                     artifact = kg.load_artifact(store, kg.save_artifact(artifact, store))
                 state = engines[leg.capacity].graft(artifact)
             engine = engines[leg.capacity]
-            cache = make_cache(engine) if state is None else state.cache
+            cache = engine.step_config.make_cache(engine.capacity) if state is None else state.cache
             first_row, read = (state.first_row, state.length) if state else (0, 0)
             cache = bury(cache, engine.model.config, first_row, read, schedule.garbage, rng)
             result = None
@@ -199,22 +200,13 @@ def feed(
 ) -> run_lib.RunResult:
     """Like `run_lib.run`, with a look at every step and, given `idle_rng`, random tokens in idle lanes."""
     config = runner.programs.config
-    for first in range(0, len(token_ids), config.width):
-        chunk = token_ids[first : first + config.width]
-        tokens_T = step_lib.pad_tokens(chunk, config.width)
+    for read in step_lib.cut(token_ids, start, config.width):
         if idle_rng is not None:
-            tokens_T[len(chunk) :] = idle_rng.integers(0, config.model.vocab_size, config.width - len(chunk))
-        place, count = np.int32(start + first), np.int32(len(chunk))
-        result = runner.programs.step(runner.params, runner.tables, cache, tokens_T, place, count)
+            read.tokens_T[read.count :] = idle_rng.integers(0, config.model.vocab_size, config.width - read.count)
+        result = runner.programs.step(runner.params, runner.tables, cache, read.tokens_T, read.start, read.count)
         cache = result.cache
-        watch.look(runner.programs, runner.params, result.hidden_TxD, start + first, len(chunk))
-    return run_lib.RunResult(cache, result.hidden_TxD, len(chunk) - 1)
-
-
-def make_cache(engine: kg.Engine, num_slots: int | None = None) -> cache_lib.Cache:
-    """A zeroed cache, of the engine's own size by default."""
-    config = engine.step_config
-    return cache_lib.make_cache(config.model, num_slots or engine.capacity + config.width, config.jnp_dtype)
+        watch.look(runner, result.hidden_TxD, read)
+    return run_lib.RunResult(cache, result.hidden_TxD, int(read.count) - 1)
 
 
 def make_state(

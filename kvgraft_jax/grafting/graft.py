@@ -121,7 +121,7 @@ def graft(
     """The state that the artifact was captured from, in a fresh context; `exact` is what `plan_graft` returned."""
     sliding_starts = [stack.start for stack in artifact.stacks if stack.kind == config_lib.SLIDING]
     return state_lib.State(
-        cache=apply_graft(artifact, capacity + config.width, config.mesh),
+        cache=apply_graft(artifact, config.num_slots(capacity), config.mesh),
         token_ids=artifact.token_ids,
         logits=jnp.array(artifact.logits_V, device=sharding_lib.whole(config.mesh)),
         step_config=config,

@@ -107,7 +107,7 @@ def run(
     start: int,
     *,
     progress: bool = False,
-    on_step: Callable[[jax.Array, int], None] | None = None,
+    on_step: Callable[[jax.Array, step_lib.StepInput], None] | None = None,
 ) -> RunResult:
     """Writes tokens into a cache, a width at a time, from position `start` on.
 
@@ -119,26 +119,21 @@ def run(
       token_ids: planned tokens, which fit.
       start: position of the first.
       progress: shows a bar of tokens on stderr.
-      on_step: called with each step's hidden states [W, D] and its number of tokens.
+      on_step: called with each step's hidden states [W, D] and what it read.
 
     Returns:
       The new cache and the last step's hidden states.
     """
-    width = runner.programs.config.width
     hidden_TxD, lane = None, 0
     with progress_lib.bar(len(token_ids), unit="tok", stays=False, is_shown=progress) as bar:
-        for first in range(0, len(token_ids), width):
-            chunk = token_ids[first : first + width]
-            tokens_T = step_lib.pad_tokens(chunk, width)
-            result = runner.programs.step(
-                runner.params, runner.tables, cache, tokens_T, np.int32(start + first), np.int32(len(chunk))
-            )
-            cache, hidden_TxD, lane = result.cache, result.hidden_TxD, len(chunk) - 1
+        for read in step_lib.cut(token_ids, start, runner.programs.config.width):
+            result = runner.programs.step(runner.params, runner.tables, cache, read.tokens_T, read.start, read.count)
+            cache, hidden_TxD, lane = result.cache, result.hidden_TxD, int(read.count) - 1
             if on_step is not None:
-                on_step(hidden_TxD, len(chunk))
+                on_step(hidden_TxD, read)
             if progress:
                 hidden_TxD.block_until_ready()
-            bar.update(len(chunk))
+            bar.update(int(read.count))
     return RunResult(cache, hidden_TxD, lane)
 
 
@@ -147,23 +142,25 @@ def next_logits(runner: Runner, result: RunResult) -> jax.Array:
     return runner.programs.head(runner.params, result.hidden_TxD, np.int32(result.lane))[0]
 
 
-def score(runner: Runner, cache: cache_lib.Cache, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:
-    """Next-token logits at every position of a fresh context: float32 [T, V] on the host.
+def score(
+    runner: Runner, cache: cache_lib.Cache, token_ids: Sequence[int], start: int = 0, *, progress: bool = False
+) -> np.ndarray:
+    """Next-token logits after each token of a run from position `start` on: float32 [T, V] on the host.
 
-    Exact: row t is bit-equal to the logits after a prefill of tokens 0..t.
+    Exact: row t is bit-equal to the logits after a prefill of tokens 0..start + t.
     """
     config = runner.programs.config
     logits_TxV = np.empty((len(token_ids), config.model.vocab_size), np.float32)
     done = 0
 
-    def heads(hidden_TxD: jax.Array, count: int) -> None:
+    def heads(hidden_TxD: jax.Array, read: step_lib.StepInput) -> None:
         nonlocal done
-        for lane in range(0, count, config.head_lanes):
-            for row_V in runner.programs.head(runner.params, hidden_TxD, np.int32(lane))[: count - lane]:
+        for lane in range(0, read.count, config.head_lanes):
+            for row_V in runner.programs.head(runner.params, hidden_TxD, np.int32(lane))[: read.count - lane]:
                 logits_TxV[done] = row_V
                 done += 1
 
-    run(runner, cache, token_ids, 0, progress=progress, on_step=heads)
+    run(runner, cache, token_ids, start, progress=progress, on_step=heads)
     return logits_TxV
 
 

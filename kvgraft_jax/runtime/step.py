@@ -7,6 +7,7 @@ fixed number of lanes into logits; it is its own program because most steps of a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 
@@ -60,6 +61,14 @@ class StepConfig:
                 raise errors.ConfigError(f"{name}: got {errors.shown(size)}, wanted at most {_MAX_LANES}")
         if self.head_lanes < 2:
             raise errors.ConfigError(f"head_lanes: got {self.head_lanes}, wanted 2 or more")
+
+    def num_slots(self, capacity: int) -> int:
+        """Returns S, the slots of a cache for `capacity` tokens: a step that begins near the end writes W rows."""
+        return capacity + self.width
+
+    def make_cache(self, capacity: int) -> cache_lib.Cache:
+        """Returns a zeroed cache for `capacity` tokens."""
+        return cache_lib.make_cache(self.model, self.num_slots(capacity), self.jnp_dtype, self.mesh)
 
     @property
     def jnp_dtype(self) -> jnp.dtype:
@@ -115,7 +124,7 @@ class Programs:
         The text holds no file names and no weights, and the capacity of an engine is not in it.
         """
         config, mesh, dtype = self.config, self.config.mesh, self.config.jnp_dtype
-        num_slots = 4 * config.kv_block + config.width
+        num_slots = config.num_slots(4 * config.kv_block)
 
         def table(attention: config_lib.AttentionConfig) -> rotary_lib.RotaryTable:
             rows_SxR = _abstract((num_slots, attention.head_dim // 2), dtype, sharding_lib.whole(mesh))
@@ -157,8 +166,25 @@ def _text_digest(lowered) -> str:
     return digest.bytes_digest(lowered.as_text().encode())
 
 
-def pad_tokens(token_ids: tuple[int, ...] | list[int], width: int) -> np.ndarray:
-    """Tokens [W] of one step: `token_ids` in the first lanes, zeros in the idle ones."""
-    tokens_T = np.zeros(width, np.int32)
-    tokens_T[: len(token_ids)] = token_ids
-    return tokens_T
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepInput:
+    """What one step reads, on the host.
+
+    Attributes:
+      tokens_T: int32 [W]; idle lanes hold zeros.
+      start: position of the first lane.
+      count: lanes that hold tokens.
+    """
+
+    tokens_T: np.ndarray
+    start: np.int32
+    count: np.int32
+
+
+def cut(token_ids: Sequence[int], start: int, width: int) -> Iterator[StepInput]:
+    """Cuts tokens at positions `start` and following into steps of `width` lanes, the last of them partly idle."""
+    for first in range(0, len(token_ids), width):
+        chunk = token_ids[first : first + width]
+        tokens_T = np.zeros(width, np.int32)
+        tokens_T[: len(chunk)] = chunk
+        yield StepInput(tokens_T, np.int32(start + first), np.int32(len(chunk)))

@@ -48,8 +48,10 @@ def measured(uri: str, num_devices: int, store: str) -> dict:
     for token_id in token_ids[37:]:
         again = engine.extend(again, [token_id])
     leaves = jax.tree.leaves(model.params)
-    runner, tokens_T = engine.runner, step_lib.pad_tokens([3], tiny.WIDTH)
-    lowered = runner.programs.step.lower(runner.params, runner.tables, after.cache, tokens_T, np.int32(0), np.int32(1))
+    runner, (read,) = engine.runner, step_lib.cut([3], 0, tiny.WIDTH)
+    lowered = runner.programs.step.lower(
+        runner.params, runner.tables, after.cache, read.tokens_T, read.start, read.count
+    )
     shapes = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", lowered.compile().as_text())
     return {
         "tokens": tokens,
