@@ -6,9 +6,12 @@ import importlib
 import json
 import pathlib
 
+import jax
 import pytest
 
 from experiments import harness
+from kvgraft_jax.gemma import configurations
+from kvgraft_jax.runtime import step
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 CHANGES = {
@@ -48,3 +51,13 @@ def test_the_record_has_todays_configuration(folder):
 def test_the_report_is_that_of_the_record(folder):
     document = json.loads((RESULTS / folder / "result.json").read_text())
     assert (RESULTS / folder / "report.md").read_text() == harness.report(document)
+
+
+@pytest.mark.parametrize("folder", ["cpu/graft_bf16", "cpu/graft_f32", "cpu/schedules_bf16", "cpu/schedules_f32"])
+def test_the_programs_are_those_of_the_record(folder):
+    pin = json.loads((RESULTS / folder / "result.json").read_text())["pin"]
+    if pin["jax"] != jax.__version__:
+        pytest.skip(f"recorded with jax {pin['jax']}, whose programs have another text than those of {jax.__version__}")
+    model = configurations.get("gemma-3-270m")
+    config = step.StepConfig(model, pin["dtype"], pin["width"], pin["kv_block"])
+    assert step.Programs(config).fingerprint == pin["program"]
