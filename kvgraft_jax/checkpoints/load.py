@@ -22,7 +22,7 @@ from kvgraft_jax.gemma import configurations
 from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.runtime import model as model_lib
 from kvgraft_jax.text import chat as chat_lib
-from kvgraft_jax.text import template_files
+from kvgraft_jax.text import template_files, tokenizer_files
 from kvgraft_jax.text import tokenizer as tokenizer_lib
 
 _DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float32": np.dtype(np.float32)}
@@ -125,7 +125,7 @@ def _open_parts(
     if found is not None:
         source = safetensors_file.open_directory(found.directory, found.names)
         templates = [] if is_named else template_files.from_directory(found.directory)
-        return source, tokenizer_lib.from_directory(found.directory), templates
+        return source, tokenizer_files.from_directory(found.directory), templates
     if scheme == "orbax":
         source = orbax_directory.open_directory(rest, options.get("config"))
         return source, orbax_directory.find_tokenizer(source), []

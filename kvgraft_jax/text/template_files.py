@@ -6,8 +6,9 @@ from collections.abc import Mapping
 import dataclasses
 import pathlib
 
-from kvgraft_jax import digest, errors
+from kvgraft_jax import errors
 from kvgraft_jax.text import tokenizer as tokenizer_lib
+from kvgraft_jax.text import tokenizer_files
 
 _JINJA, _SETTINGS, _LEGACY = "chat_template.jinja", "tokenizer_config.json", "chat_template.json"
 _DEFAULT = "default"
@@ -40,13 +41,14 @@ def from_directory(directory: pathlib.Path) -> list[Template]:
     Raises:
       TokenizerError: a file that cannot be read, or named templates among which none is "default".
     """
-    settings = _read(directory / _SETTINGS)
+    settings = tokenizer_files.read_object(directory / _SETTINGS)
     tokens = _special_tokens(settings)
     path = directory / _JINJA
     if path.is_file():
         return [Template(_text(path), tokens, str(path))]
     found = []
-    for path, document in ((directory / _SETTINGS, settings), (directory / _LEGACY, _read(directory / _LEGACY))):
+    legacy = tokenizer_files.read_object(directory / _LEGACY)
+    for path, document in ((directory / _SETTINGS, settings), (directory / _LEGACY, legacy)):
         source = _default(document.get("chat_template"), path)
         if source and all(source != template.source for template in found):
             found.append(Template(source, tokens, str(path)))
@@ -104,20 +106,6 @@ def _special_tokens(settings: Mapping[str, object]) -> dict[str, str]:
         elif name in tokens and value is None:
             del tokens[name]
     return tokens
-
-
-def _read(path: pathlib.Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        document = digest.parse_json(path.read_bytes())
-    except ValueError as error:
-        raise errors.TokenizerError(
-            f"{path}: not readable as JSON ({error}); fetch it again, or state the chat: ?chat=NAME"
-        ) from None
-    if not isinstance(document, dict):
-        raise errors.TokenizerError(f"{path}: got a JSON {type(document).__name__}, wanted an object, or ?chat=NAME")
-    return document
 
 
 def _text(path: pathlib.Path) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import hashlib
 import operator
-import pathlib
 import re
 from typing import Any, Protocol
 
@@ -190,14 +189,6 @@ def from_json(raw: bytes, origin: str) -> Tokenizer:
         hashlib.sha256(raw).hexdigest(),
         origin,
     )
-
-
-def from_directory(directory: pathlib.Path) -> Tokenizer | None:
-    """The tokenizer beside a downloaded checkpoint: tokenizer.model, else tokenizer.json, else None."""
-    for name, build in (("tokenizer.model", from_sentencepiece), ("tokenizer.json", from_json)):
-        if (directory / name).is_file():
-            return build((directory / name).read_bytes(), str(directory / name))
-    return None
 
 
 def from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer | None:

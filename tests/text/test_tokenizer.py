@@ -12,6 +12,7 @@ from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import package
 from kvgraft_jax.checkpoints.gguf import header as gguf_header
 from kvgraft_jax.text import tokenizer as tokenizer_lib
+from kvgraft_jax.text import tokenizer_files
 from tests import tiny_tokenizers
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -259,13 +260,14 @@ def test_input_that_is_no_text(tiny):
 
 
 def test_directories(tmp_path):
-    assert tokenizer_lib.from_directory(tmp_path) is None
+    assert tokenizer_files.from_directory(tmp_path) is None
     (tmp_path / "tokenizer.json").write_bytes(tiny_tokenizers.tokenizer_json())
-    from_json = tokenizer_lib.from_directory(tmp_path)
+    from_json = tokenizer_files.from_directory(tmp_path)
     assert from_json.encode("hello hello hello world the", bos=True)[0] == 2
     assert len(from_json.encode("hello hello hello world the")) > 4  # no truncation
+    (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
-    assert tokenizer_lib.from_directory(tmp_path).digest != from_json.digest
+    assert tokenizer_files.from_directory(tmp_path).digest != from_json.digest
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
@@ -273,7 +275,7 @@ def test_directories(tmp_path):
 def test_broken_files(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(errors.TokenizerError, match=name):
-        tokenizer_lib.from_directory(tmp_path)
+        tokenizer_files.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize(

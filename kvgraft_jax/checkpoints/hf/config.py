@@ -10,6 +10,7 @@ from typing import Any
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import fields as fields_lib
 from kvgraft_jax.checkpoints import files
+from kvgraft_jax.checkpoints.hf import beside
 from kvgraft_jax.checkpoints.hf import gemma3 as huggingface_gemma3
 from kvgraft_jax.checkpoints.hf import gemma4 as huggingface_gemma4
 from kvgraft_jax.gemma import config as config_lib
@@ -61,6 +62,7 @@ def read_config(directory: pathlib.Path) -> config_lib.GemmaConfig:
     generation_path = directory / "generation_config.json"
     generation = files.read_json(generation_path) if generation_path.is_file() else {}
     try:
+        beside.check_generation(generation, document)
         return parse_config(document, directory.resolve().name, generation)
     except errors.ConfigError as error:
         raise errors.ConfigError(f"{path}: {error}") from None

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import files
+from kvgraft_jax.checkpoints.hf import beside
 from kvgraft_jax.checkpoints.hf import config as huggingface_config
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import parameters as parameters_lib
@@ -120,10 +121,15 @@ def stored_files(directory: pathlib.Path, names: Collection[str]) -> dict[str, s
       names: of the files that belong to the model, whether or not they lie in the directory.
 
     Raises:
-      WeightsError: there are no safetensors, or index and files contradict each other.
+      WeightsError: there are no safetensors, index and files contradict each other, or another file would change what
+        the model computes.
     """
-    if INDEX not in names and SINGLE in names:
-        return {SINGLE: None}
+    listed = {SINGLE: None} if INDEX not in names and SINGLE in names else _listed_files(directory, names)
+    beside.check_names(set(names) - listed.keys(), str(directory))
+    return listed
+
+
+def _listed_files(directory: pathlib.Path, names: Collection[str]) -> dict[str, set[str]]:
     if INDEX not in names:
         raise errors.WeightsError(
             f"{directory}: holds neither {SINGLE} nor {INDEX}; "
