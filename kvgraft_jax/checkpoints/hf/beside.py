@@ -17,7 +17,7 @@ _READ = re.compile(
 )
 # The same weights in other forms, settings of other modalities, and what training leaves.
 _HARMLESS = re.compile(
-    r"\..*|(?:pytorch_model|tf_model|flax_model|model)[.-].*|(?:image_|video_)?(?:pre)?processor_config\.json"
+    r"\..*|(?:pytorch_model|tf_model|flax_model|model|consolidated)[.-].*|(?:image_|video_)?(?:pre)?processor_config\.json"
     r"|training_args\.(?:bin|json)|(?:optimizer|scheduler|rng_state.*)\.(?:pt|bin)|trainer_state\.json"
     r"|(?:all|train|eval|test|predict)_results\.json|runtime.*\.json|.*metadata\.json"
 )
