@@ -1,4 +1,8 @@
-"""Paths as callers give them: read in one way wherever one enters, so that save, list and load mean the same place."""
+"""Paths as callers give them: read in one way wherever one enters, so that save, list and load mean the same place.
+
+TensorStore, below Orbax, removes `..` from the text of a path, which behind a link is another place; so it is resolved
+here.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ _WANTED = "a path, as text or a pathlib.Path"
 
 
 def absolute(path: str | os.PathLike[str], name: str) -> pathlib.Path:
-    """Returns the absolute path that a caller means; the disk is not touched.
+    """Returns the absolute path that a caller means, without `..`; nothing is made.
 
-    `~` and `~user` at its beginning are home directories. `..` stays as it is: behind a link it is the directory above
-    the link's target, which only the system can tell.
+    `~` and `~user` at its beginning are home directories. Behind a link, `..` is the directory above the link's target,
+    as the system has it. Other links stay as they are.
 
     Args:
       path: text or a `pathlib.Path`.
@@ -44,9 +48,13 @@ def absolute(path: str | os.PathLike[str], name: str) -> pathlib.Path:
     if expanded.startswith("~") and text.startswith("~"):
         raise _refused(name, path, f"there is no such home directory; ./{text} is a path that begins with ~")
     try:
-        return pathlib.Path(expanded).absolute()
+        found = pathlib.Path(expanded).absolute()
     except FileNotFoundError:
         raise _refused(name, path, "the working directory is gone; change to another, or name a path from /") from None
+    if ".." not in found.parts:
+        return found
+    end = len(found.parts) - found.parts[::-1].index("..")
+    return pathlib.Path(os.path.realpath(pathlib.Path(*found.parts[:end])), *found.parts[end:])
 
 
 def check_plain(path: pathlib.Path, name: str) -> None:

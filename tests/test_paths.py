@@ -7,6 +7,7 @@ import pytest
 
 import kvgraft_jax as kg
 from kvgraft_jax import paths
+from tests import tiny
 
 REFUSED = {
     "none": None,
@@ -48,13 +49,15 @@ def test_paths_are_absolute_and_home_directories_are_found(tmp_path, monkeypatch
     assert paths.absolute("./s3://bucket", "directory") == tmp_path / "s3:" / "bucket"
 
 
-def test_dots_behind_a_link_stay_for_the_system(tmp_path, monkeypatch):
+def test_dots_behind_a_link_are_what_the_system_makes_of_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.makedirs("disk/sub")
     os.makedirs("disk/arts")
     os.mkdir("home")
     os.symlink("../disk/sub", "home/data")
-    assert paths.absolute("home/data/../arts", "directory").samefile("disk/arts")
+    os.symlink("nothing", "disk/arts/link")
+    assert paths.absolute("home/data/../arts/link", "directory") == tmp_path.resolve() / "disk" / "arts" / "link"
+    assert paths.absolute("home/data/../../disk/../new", "directory") == tmp_path.resolve() / "new"
 
 
 def test_a_working_directory_that_is_gone_is_named(tmp_path, monkeypatch):
@@ -76,3 +79,39 @@ def test_paths_that_orbax_cannot_use_are_refused(tmp_path, name):
 @pytest.mark.parametrize("name", ["a b", "a%20b", "a#b", "a?b", "a\nb", "é", "a:b", "$HOME", "[a]*"])
 def test_other_paths_are_not(tmp_path, name):
     paths.check_plain(tmp_path / name, "directory")
+
+
+@pytest.fixture(scope="module")
+def artifact():
+    engine = tiny.engine()
+    return engine.capture(engine.prefill([1, 2, 3]))
+
+
+STORAGE = {
+    "save": kg.save_artifact,
+    "load": lambda artifact, directory: kg.load_artifact(directory, artifact.artifact_id),
+    "list": lambda artifact, directory: kg.list_artifacts(directory),
+}
+UNSTORABLE = {"backslash": "CORP\\user/arts", "backslash at the end": "arts\\", "not UTF-8": os.fsdecode(b"a\xffb")}
+
+
+@pytest.mark.parametrize("call", STORAGE.values(), ids=STORAGE)
+@pytest.mark.parametrize("path", [*REFUSED.values(), *UNSTORABLE.values()], ids=[*REFUSED, *UNSTORABLE])
+def test_storage_refuses_them_and_leaves_nothing(tmp_path, monkeypatch, artifact, call, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kg.InputError, match="^directory: got "):
+        call(artifact, path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", ["~/arts", "home/data/../arts", "a b/%20#?\n/é"])
+def test_save_list_and_load_mean_the_same_directory(tmp_path, monkeypatch, artifact, path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "house"))
+    os.makedirs("disk/sub")
+    os.mkdir("home")
+    os.symlink("../disk/sub", "home/data")
+    artifact_id = kg.save_artifact(artifact, path)
+    assert kg.list_artifacts(path) == (artifact_id,)
+    assert kg.load_artifact(path, artifact_id) == artifact
+    assert artifact_id in os.listdir(os.path.expanduser(path))

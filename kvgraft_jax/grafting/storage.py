@@ -17,7 +17,7 @@ import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, paths
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import container
 from kvgraft_jax.grafting import manifest as manifest_lib
@@ -48,11 +48,12 @@ def save_artifact(artifact: artifact_lib.Artifact, directory: str | os.PathLike[
       The artifact id, under which it can be loaded.
 
     Raises:
+      InputError: `directory` is no path that can be used (see `paths.absolute` and `paths.check_plain`).
       StorageError: it could not be written, or an earlier entry of that id not be read; nothing of it is left, and
         earlier entries are as they were.
     """
     artifact_id = artifact.artifact_id
-    place = pathlib.Path(os.path.abspath(directory), artifact_id)
+    place = _directory(directory) / artifact_id
     if _is_intact(place):
         return artifact_id
     try:
@@ -81,14 +82,14 @@ def load_artifact(directory: str | os.PathLike[str], artifact_id: str) -> artifa
       artifact_id: 64 lower-case hexadecimal digits.
 
     Raises:
-      InputError: `artifact_id` is not written like one; the disk was not touched.
+      InputError: `artifact_id` is not written like one, or `directory` is no path; the disk was not touched.
       ArtifactNotFound: no such entry.
       IntegrityError: names the file, manifest field or array (and leaf) that is not what was deposited.
       StorageError: the entry could not be read: no permission, a failing disk, too many open files.
     """
     if not manifest_lib.is_id(artifact_id):
         raise errors.InputError(f"artifact id: got {artifact_id!r}, wanted 64 lower-case hexadecimal digits")
-    place = pathlib.Path(os.path.abspath(directory), artifact_id)
+    place = _directory(directory) / artifact_id
     try:
         return _read(place, artifact_id)
     except errors.IntegrityError:
@@ -103,15 +104,24 @@ def list_artifacts(directory: str | os.PathLike[str]) -> tuple[str, ...]:
     """Ids of the entries in a directory, sorted; not checked. Empty if there is no such directory.
 
     Raises:
+      InputError: `directory` is no path that can be used.
       StorageError: the directory could not be read.
     """
+    place = _directory(directory)
     try:
-        names = os.listdir(directory)
+        names = os.listdir(place)
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except OSError as error:
-        raise _unreadable(directory, error) from error
+        raise _unreadable(place, error) from error
     return tuple(sorted(filter(manifest_lib.is_id, names)))
+
+
+def _directory(directory: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns the place that a caller means, if Orbax can use it."""
+    place = paths.absolute(directory, "directory")
+    paths.check_plain(place, "directory")
+    return place
 
 
 def _is_intact(place: pathlib.Path) -> bool:
