@@ -33,6 +33,11 @@ class Runner:
     params: Mapping
     tables: rotary.RotaryTables
 
+    @property
+    def num_slots(self) -> int:
+        """S: rows of a cache that belongs to these tables."""
+        return self.tables.full.cos_SxR.shape[0]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunResult:

@@ -7,7 +7,7 @@ fixed number of lanes into logits; it is its own program because most steps of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 import dataclasses
 import functools
 
@@ -104,6 +104,7 @@ class Programs:
         self._model = transformer.Transformer(config.model, config.jnp_dtype, config.kv_block)
         self.step = jax.jit(self._step, donate_argnames="cache")
         self.head = jax.jit(self._head)
+        self._fingerprint = functools.lru_cache(maxsize=8)(self._lowered_digests)
 
     def _step(self, params, tables, cache, tokens_T, start, count) -> StepResult:
         hidden_TxD, cache = self._model.apply({"params": params}, tokens_T, tables, cache, start, count)
@@ -117,12 +118,16 @@ class Programs:
         logits_BxV = self._model.apply({"params": params}, hidden_BxD, method=self._model.head)
         return tuple(sharding_lib.kept_whole(self.config.mesh, logits_BxV))
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> dict[str, str]:
         """SHA-256 of the StableHLO text of both programs, lowered at one canonical capacity.
 
-        The text holds no file names and no weights, and the capacity of an engine is not in it.
+        The text holds no file names and no weights, and the capacity of an engine is not in it. It is made again when
+        options of jax have changed that may enter it.
         """
+        return self._fingerprint(tracing_context())
+
+    def _lowered_digests(self, _: Hashable) -> dict[str, str]:
         config, mesh, dtype = self.config, self.config.mesh, self.config.jnp_dtype
         num_slots = config.num_slots(4 * config.kv_block)
 
@@ -151,6 +156,34 @@ class Programs:
 def programs(config: StepConfig) -> Programs:
     """The step and head of `config`, compiled at most once per process and capacity."""
     return Programs(config)
+
+
+def tracing_context() -> Hashable:
+    """Returns what changes whenever options of jax do on which traced, lowered or compiled programs may depend.
+
+    jit traces a function anew exactly if such an option has changed, also one set by a context manager for this thread
+    alone. The traced form of a function that does nothing is therefore one object as long as none has.
+    """
+    traced = _nothing.trace(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+    return _Identity(traced), repr(jax.config.values)
+
+
+@jax.jit
+def _nothing(x: jax.Array) -> jax.Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Identity:
+    """An object that is equal to itself alone, and lives as long as it is compared."""
+
+    held: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
 
 
 def copy_cache(cache: cache_lib.Cache) -> cache_lib.Cache:
