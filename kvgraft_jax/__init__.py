@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         InputError,
         IntegrityError,
         KVGraftError,
+        KVGraftWarning,
         PinMismatch,
         ResourceError,
         SeamError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvgraft_jax.grafting.artifact import Artifact
     from kvgraft_jax.grafting.compare import Comparison, compare
     from kvgraft_jax.grafting.storage import list_artifacts, load_artifact, save_artifact
+    from kvgraft_jax.grafting.verify import Verification
     from kvgraft_jax.pin import Pin, diff
     from kvgraft_jax.runtime.state import State
     from kvgraft_jax.text.chat import Message
@@ -48,6 +50,7 @@ _ERRORS = (
     "InputError",
     "IntegrityError",
     "KVGraftError",
+    "KVGraftWarning",
     "PinMismatch",
     "ResourceError",
     "SeamError",
@@ -69,6 +72,7 @@ _HOMES = {
     "list_artifacts": "grafting.storage",
     "load_artifact": "grafting.storage",
     "save_artifact": "grafting.storage",
+    "Verification": "grafting.verify",
     "Pin": "pin",
     "diff": "pin",
     **{name: "errors" for name in _ERRORS},

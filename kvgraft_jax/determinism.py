@@ -79,12 +79,26 @@ _JAX_OPTIONS = (
     ("jax_enable_x64", False),
     ("jax_disable_jit", False),
     ("jax_disable_most_optimizations", False),
+    ("jax_enable_pgle", False),
+    ("jax_exec_time_optimization_effort", 0.0),
+    ("jax_memory_fitting_effort", 0.0),
+    ("jax_optimization_level", "UNKNOWN"),
 )
+_TINY = 2.0**-60
 
 
 def check_options() -> None:
-    """Raises `DeterminismError` if an option of jax is set that changes compiled programs; microseconds."""
+    """Raises `DeterminismError` if an option of jax is set that changes compiled programs; microseconds.
+
+    It also refuses any rounding mode of this thread but rounding to the nearest.
+    """
     import jax
+
+    if not (1.0 + _TINY == 1.0 == 1.0 - _TINY and -1.0 - _TINY == -1.0):
+        raise errors.DeterminismError(
+            "the processor's rounding mode was changed (fesetround), wanted rounding to nearest: in another one tables "
+            "and products get other bits; set it back before using the engine"
+        )
 
     values = jax.config.values
     for name, wanted in _JAX_OPTIONS:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+from typing import Any
+import warnings
 
 import flax
 import jax
 import numpy as np
 
-from kvgraft_jax import determinism, device_memory, errors, host_memory
+from kvgraft_jax import determinism, device_memory, errors, host_memory, self_test, thread_test
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary
@@ -22,6 +24,7 @@ from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import capture as capture_lib
 from kvgraft_jax.grafting import graft as graft_lib
 from kvgraft_jax.grafting import manifest
+from kvgraft_jax.grafting import verify as verify_lib
 from kvgraft_jax.runtime import model as model_lib
 from kvgraft_jax.runtime import run as run_lib
 from kvgraft_jax.runtime import state as state_lib
@@ -35,37 +38,39 @@ DEFAULT_KV_BLOCK = 128
 _TRIM_STEPS = 16  # After so many steps a trim, some 20 ms, is small beside the run.
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Engine:
     """Runs one model through one program of fixed width.
 
+    The constructor makes the tables. Before it returns a first result or its pin, an engine compiles its programs and
+    runs the self-test on them (`kvgraft_jax.self_test`), once per process.
+
     Attributes:
       model: what `load_model` returned.
-      capacity: tokens that a context can hold.
+      capacity: tokens that a context can hold; rounded up to whole K/V blocks. Beyond the positions for which the model
+        was trained it warns once (`KVGraftWarning`).
+      width: W, lanes of the step. Wider steps read prompts faster and decode slower. Part of the pin.
+      kv_block: slots per attention block. Part of the pin.
       step_config: what the programs are built from.
       runner: the programs with parameters and rotary tables, for experiments that drive the step themselves.
+
+    Raises:
+      ConfigError: sizes that make no sense.
+      InputError: a model that is none.
+      ResourceError: the device has no memory for the tables and one cache; raised before they are allocated.
+      DeterminismError: XLA does not run in the exact configuration.
     """
 
-    def __init__(
-        self,
-        model: model_lib.Model,
-        *,
-        capacity: int = 4096,
-        width: int = DEFAULT_WIDTH,
-        kv_block: int = DEFAULT_KV_BLOCK,
-    ):
-        """Makes the tables; programs are compiled by the first call that needs them.
+    model: model_lib.Model
+    _: dataclasses.KW_ONLY
+    capacity: int = 4096
+    width: int = DEFAULT_WIDTH
+    kv_block: int = DEFAULT_KV_BLOCK
+    step_config: step_lib.StepConfig = dataclasses.field(init=False)
+    runner: run_lib.Runner = dataclasses.field(init=False)
 
-        Args:
-          model: the model.
-          capacity: tokens that a context shall hold; rounded up to whole K/V blocks.
-          width: W, lanes of the step. Wider steps read prompts faster and decode slower. Part of the pin.
-          kv_block: slots per attention block. Part of the pin.
-
-        Raises:
-          ConfigError: sizes that make no sense.
-          ResourceError: the device has no room for the tables and one cache; raised before they are allocated.
-          DeterminismError: XLA does not run in the exact configuration.
-        """
+    def __post_init__(self):
+        model, capacity, width, kv_block = self.model, self.capacity, self.width, self.kv_block
         for name, size in (("capacity", capacity), ("width", width), ("kv_block", kv_block)):
             if type(size) is not int:
                 raise errors.ConfigError(f"{name}: got {size!r} of type {type(size).__name__}, wanted an int")
@@ -81,25 +86,33 @@ class Engine:
         needed += rotary.tables_bytes(model.config, num_slots, dtype)
         purpose = f"a cache of {capacity} tokens and its rotary tables"
         device_memory.check(model.config.name, needed, sharding_lib.devices(model.mesh), purpose, "a smaller capacity")
+        _warn_beyond(model.config.name, self.capacity, model.config.max_positions)
         tables = rotary.make_tables(model.config, num_slots, dtype, model.mesh)
         # A plain dict of dicts is the tree that jit takes apart fastest; nobody else holds this one.
         runner = run_lib.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
-        vars(self).update(model=model, capacity=capacity, step_config=config, runner=runner, _has_compiled=False)
+        for name, value in (("capacity", capacity), ("step_config", config), ("runner", runner)):
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         config = self.step_config
         shape = f"capacity={self.capacity}, width={config.width}, kv_block={config.kv_block}"
         return f"Engine({config.model.name}, {config.dtype}, {shape})"
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{name}: an engine does not change; make another Engine")
+    @property
+    def pin(self) -> pin_lib.Pin:
+        """The document of everything that decides the bits; equal for every engine of equal settings.
+
+        Raises:
+          DeterminismError: options of jax were changed after the engine compiled its programs; or the self-test failed.
+        """
+        self._check_programs()
+        return self._pin
 
     @functools.cached_property
-    def pin(self) -> pin_lib.Pin:
-        """The document of everything that decides the bits; equal for every engine of equal settings."""
-        determinism.check_options()
+    def _pin(self) -> pin_lib.Pin:
         config, tokenizer, chat = self.step_config, self.model.tokenizer, self.model.chat
         device, *_ = jax.tree.leaves(self.model.params)[0].devices()
+        thread_test.check(config, device)
         mesh = {} if config.mesh is None else {"mesh": {sharding_lib.AXIS: config.mesh.size}}
         return pin_lib.Pin(
             {
@@ -113,11 +126,28 @@ class Engine:
                 "kv_block": config.kv_block,
                 "head_lanes": config.head_lanes,
                 "rotary_rule": rotary.ENGINE_RULE,
-                "program": self.runner.programs.fingerprint,
+                "rotary_tables": rotary.tables_digest(config.model),
                 **mesh,
                 **determinism.environment(device),
+                **self._measured(),
             }
         )
+
+    def _measured(self) -> dict[str, Any]:
+        """What was found of the programs under jax's present options; both are remembered for the process."""
+        self_test_sha256 = self_test.result(self.runner, self.model.digest)
+        return {"program": self.runner.programs.fingerprint, "self_test": self_test_sha256}
+
+    def _check_programs(self) -> None:
+        """Runs the self-test before the first result, and again when options of jax have changed since."""
+        determinism.check_options()
+        then, now = self._pin.document, self._measured()
+        changed = [name for name, value in now.items() if then[name] != value]
+        if changed:
+            raise errors.DeterminismError(
+                f"options of jax were changed after this engine was compiled, so {' and '.join(changed)} in its "
+                "pin would not hold; set the options back, or make another Engine"
+            )
 
     def prefill(self, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
         """A fresh context that has read `token_ids`.
@@ -133,9 +163,9 @@ class Engine:
         determinism.check_options()
         planned = run_lib.plan_tokens(token_ids, self.model.config.vocab_size)
         run_lib.plan_capacity(0, len(planned), self.capacity, "new")
+        self._check_programs()
         state = self._read(self._fresh_cache(), None, planned, progress=progress)
-        if not self._has_compiled or len(planned) > _TRIM_STEPS * self.step_config.width:
-            vars(self)["_has_compiled"] = True
+        if len(planned) > _TRIM_STEPS * self.step_config.width:
             state.logits.block_until_ready()
             host_memory.trim()
         return state
@@ -150,6 +180,7 @@ class Engine:
         self._check_state(state)
         planned = run_lib.plan_tokens(token_ids, self.model.config.vocab_size)
         run_lib.plan_capacity(state.length, len(planned), self.capacity, "new")
+        self._check_programs()
         return self._read(step_lib.copy_cache(state.cache), state, planned, progress=progress)
 
     def generate(
@@ -184,6 +215,7 @@ class Engine:
             stop_ids = self.model.stop_ids
         else:
             stop_ids = run_lib.plan_stops(stop_ids, self.model.config.vocab_size)
+        self._check_programs()
         decoded = run_lib.decode(
             self.runner,
             step_lib.copy_cache(state.cache),
@@ -208,6 +240,7 @@ class Engine:
         determinism.check_options()
         planned = run_lib.plan_tokens(token_ids, self.model.config.vocab_size)
         run_lib.plan_capacity(0, len(planned), self.capacity, "new")
+        self._check_programs()
         return run_lib.score(self.runner, self._fresh_cache(), planned, progress=progress)
 
     def capture(
@@ -257,6 +290,24 @@ class Engine:
         )
         return graft_lib.graft(artifact, self.step_config, self.model.digest, self.capacity, exact=exact)
 
+    def verify(self, artifact: artifact_lib.Artifact) -> verify_lib.Verification:
+        """Reads an artifact's tokens again and compares every row and logit with what it holds.
+
+        A pin is what the depositor says, and a digest only shows that the bytes are those of the deposit. This computes
+        them anew: it costs as much as reading the text.
+
+        Exact: equal exactly if the rows and logits are those that this engine computes, which are finite values.
+
+        Returns:
+          Whether they are equal, else where they differ first: layer, key or value, and position; or a logit.
+
+        Raises:
+          PinMismatch, CapacityError, IntegrityError, WindowError, InputError: as `graft`.
+        """
+        determinism.check_options()
+        graft_lib.plan_graft(artifact, self.pin, self.step_config, self.capacity)
+        return verify_lib.verify(artifact, self.prefill(artifact.token_ids))
+
     def _check_state(self, state: state_lib.State) -> None:
         determinism.check_options()
         if not isinstance(state, state_lib.State):
@@ -283,3 +334,15 @@ class Engine:
         if before is None:
             return state_lib.State(result.cache, token_ids, logits_V, self.step_config, self.model.digest)
         return dataclasses.replace(before, cache=result.cache, token_ids=before.token_ids + token_ids, logits=logits_V)
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_beyond(name: str, capacity: int, max_positions: int) -> None:
+    """Warns, once per process, of more tokens than the model has ever seen in one text."""
+    if capacity > max_positions:
+        warnings.warn(
+            f"capacity: got {capacity} tokens, but {name} was trained on {max_positions} positions; what it computes "
+            "beyond them is exact all the same, and means little",
+            errors.KVGraftWarning,
+            stacklevel=4,
+        )

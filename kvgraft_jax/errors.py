@@ -15,6 +15,10 @@ class KVGraftError(Exception):
     """Base class of all errors of this package."""
 
 
+class KVGraftWarning(UserWarning):
+    """Category of this package's warnings: what still works, but hardly as it was meant."""
+
+
 class ConfigError(KVGraftError, ValueError):
     """A model configuration, shape, dtype or setting that this package does not accept."""
 

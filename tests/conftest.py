@@ -6,11 +6,26 @@ from kvgraft_jax import determinism
 
 determinism.configure()  # Before anything can start a jax backend.
 
+from collections.abc import Iterator  # noqa: E402
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from kvgraft_jax import thread_test  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_thread_test() -> Iterator[None]:
+    """Leaves out the child processes of the thread test, seconds for each of the suite's many programs.
+
+    `test_thread_test.py` runs it, and so does every engine in a process of its own that another test starts.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thread_test, "check", lambda config, device: None)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from kvgraft_jax import determinism, errors
 from kvgraft_jax import engine as engine_lib
+from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.checkpoints import assemble
 from kvgraft_jax.gemma import attention, rotary
 from kvgraft_jax.gemma import config as config_lib
@@ -94,7 +95,8 @@ def test_a_change_is_a_new_id_and_a_refusal_that_names_it(field, artifact):
     with pytest.raises(errors.PinMismatch, match="(?s)differ.*" + field.replace(".", r"\.")) as caught:
         engine.graft(artifact)
     assert field in caught.value.fields
-    unexpected = set(caught.value.fields) - {field, "program.step", "program.head", "weights"}
+    follow = {"program.step", "program.head", "rotary_tables", "self_test", "weights"}
+    unexpected = set(caught.value.fields) - {field, *follow}
     assert not unexpected, unexpected
 
 
@@ -112,6 +114,37 @@ def test_another_rotary_rule_is_named(artifact, monkeypatch):
     with pytest.raises(errors.PinMismatch) as caught:
         build().graft(artifact)
     assert caught.value.fields == ("rotary_rule",)
+
+
+def test_other_rotary_tables_are_named(artifact, monkeypatch):
+    """As another mathematical library would make them: one sine in the last place."""
+    tables_f32 = rotary.rotary_tables_f32
+
+    def other(frequency_R, num_positions):
+        cos_SxR, sin_SxR = tables_f32(frequency_R, num_positions)
+        sin_SxR[-1, 3] = np.nextafter(sin_SxR[-1, 3], np.float32(2))
+        return cos_SxR, sin_SxR
+
+    monkeypatch.setattr(rotary, "rotary_tables_f32", other)
+    engine = build()
+    with pytest.raises(errors.PinMismatch) as caught:
+        engine.graft(artifact)
+    assert caught.value.fields == ("rotary_tables",)
+
+
+def test_a_deposit_of_the_older_schema_loads_and_lists_and_its_missing_fields_are_named(artifact, tmp_path):
+    document = artifact.pin.document
+    for field in ("library", "rotary_tables", "self_test"):
+        del document[field]
+    older = dataclasses.replace(artifact, pin=pin_lib.Pin({**document, "schema": "kvgraft/pin/1", "cpu": None}))
+    artifact_id = storage.save_artifact(older, tmp_path)
+    assert list(storage.list_artifacts(tmp_path)) == [artifact_id]
+    older = storage.load_artifact(tmp_path, artifact_id)
+    with pytest.raises(errors.PinMismatch, match=r"self_test: '\w+\.*'? here, \(absent\) there") as caught:
+        tiny.engine().graft(older)
+    cpu = ("cpu", "cpu.architecture", "cpu.instructions", "cpu.model")
+    assert caught.value.fields == (*cpu, "library", "rotary_tables", "schema", "self_test")
+    assert not tiny.engine().graft(older, allow_inexact=True).exact
 
 
 def test_another_cpu_is_named(artifact, monkeypatch):
@@ -132,7 +165,10 @@ def test_a_changed_program_has_another_fingerprint(monkeypatch):
 
 
 def test_limits_and_special_tokens_are_not_part_of_the_pin(artifact):
-    engine = build(with_config(max_positions=7, stop_ids=(5,), pad_id=3, name="another"))
+    model = with_config(max_positions=7, stop_ids=(5,), pad_id=3, name="another")
+    with pytest.warns(errors.KVGraftWarning, match="another was trained on 7 positions"):
+        engine = build(model)
+    build(model)  # No second warning.
     assert engine.pin.id == artifact.pin.id
 
 
@@ -169,4 +205,4 @@ def test_same_name_with_other_weights_is_a_miss(artifact):
     assert engine.model.config == tiny.model().config
     with pytest.raises(errors.PinMismatch) as caught:
         engine.graft(artifact)
-    assert caught.value.fields == ("weights",)
+    assert caught.value.fields == ("self_test", "weights")

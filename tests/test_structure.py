@@ -28,7 +28,8 @@ ROOMS = (
     *("runtime.model", "runtime.step", "runtime.run", "runtime.state"),
     *("checkpoints.fields", "checkpoints.files", "checkpoints.source", "checkpoints.assemble", "checkpoints.chats"),
     *("checkpoints.hf", "checkpoints.gguf", "checkpoints.orbax", "checkpoints.package", "checkpoints.random"),
-    *("checkpoints.load", "grafting", "relocation", "engine"),
+    *("checkpoints.load", "grafting", "relocation"),
+    *("self_test", "thread_test", "engine"),
 )
 PROJECT = ("kvgraft_jax", "configs", "experiments", "tests")
 

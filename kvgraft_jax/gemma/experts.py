@@ -15,7 +15,7 @@ class Router(nn.Module):
     """Chooses experts and their weights for every token.
 
     Math: p = softmax(proj(norm(x) s D^(-1/2))) over all experts; the top_k largest, divided by their sum, times the
-      chosen experts' own scale.
+      chosen experts' own scale. Of experts with equal p those with the lowest numbers are chosen, as `lax.top_k` does.
 
     Attributes:
       config: the experts.
@@ -35,8 +35,7 @@ class Router(nn.Module):
         z_TxD = layers.scaled(z_TxD, embed_dim**-0.5)
         logits_TxE = layers.Linear((embed_dim, num_experts), name="proj")(z_TxD)
         p_TxE = jax.nn.softmax(logits_TxE.astype(jnp.float32), axis=-1)
-        top_TxP, from_end_TxP = lax.top_k(p_TxE[:, ::-1], self.config.top_k)
-        chosen_TxP = num_experts - 1 - from_end_TxP  # of equal ones the highest id, as the reference
+        top_TxP, chosen_TxP = lax.top_k(p_TxE, self.config.top_k)
         top_TxP = top_TxP / jnp.sum(top_TxP, axis=-1, keepdims=True)
         is_chosen_TxPxE = chosen_TxP[..., None] == jnp.arange(num_experts)[None, None]
         weight_TxE = jnp.sum(jnp.where(is_chosen_TxPxE, top_TxP[..., None], 0.0), axis=1)

@@ -13,7 +13,7 @@ from jax import lax, sharding
 import jax.numpy as jnp
 import numpy as np
 
-from kvgraft_jax import errors
+from kvgraft_jax import digest, errors
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import sharding as sharding_lib
 
@@ -21,6 +21,7 @@ REFERENCE, CORRECT = "reference", "correct"
 RULES = (REFERENCE, CORRECT)
 ENGINE_RULE = REFERENCE
 
+_DIGEST_ROWS = 1024
 _BLOCK_ELEMENTS = 1 << 16  # Of a table, computed together: what a processor's cache holds.
 
 
@@ -135,6 +136,18 @@ def make_tables(
         return RotaryTable(*(jnp.asarray(array_SxR.astype(dtype), device=place) for array_SxR in (cos_SxR, sin_SxR)))
 
     return RotaryTables(sliding=table(config.sliding), full=table(config.full))
+
+
+def tables_digest(config: config_lib.GemmaConfig) -> str:
+    """Returns the SHA-256 (hex) of the first 1,024 rows of both tables before they are rounded to the model dtype.
+
+    Two hosts whose arithmetic or mathematical library differs make other tables; in float32 it shows at once.
+    """
+    digests = []
+    for attention in (config.sliding, config.full):
+        frequency_R = rotary_frequencies(attention.head_dim, attention.rotary)
+        digests.append([digest.array_digest(table) for table in rotary_tables_f32(frequency_R, _DIGEST_ROWS)])
+    return digest.json_digest(digests)
 
 
 def tables_bytes(config: config_lib.GemmaConfig, num_positions: int, dtype: jnp.dtype) -> int:

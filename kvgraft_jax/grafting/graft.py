@@ -27,6 +27,9 @@ MACHINE_FIELDS = (
     "mesh",
     "platform",
     "program",
+    "rotary_tables",
+    "schema",
+    "self_test",
     "width",
     "xla_flags",
 )
@@ -60,7 +63,7 @@ def plan_graft(
       PinMismatch: made under another pin; names every field that differs and is not allowed to.
       InputError: a position other than the artifact's own.
       CapacityError: more tokens than slots.
-      IntegrityError: layers, rows or shapes that this model does not have.
+      IntegrityError: tokens, layers, rows or shapes that this model does not have.
       WindowError: the sliding rows do not reach back as far as the next token sees.
     """
     if not isinstance(artifact, artifact_lib.Artifact):
@@ -78,6 +81,8 @@ def plan_graft(
         )
     run_lib.plan_capacity(0, artifact.length, capacity, "of the artifact")
     model = config.model
+    if max(artifact.token_ids) >= model.vocab_size:
+        raise _foreign(artifact, "token_ids", f"got {max(artifact.token_ids)}, wanted 0 to {model.vocab_size - 1}")
     if len(artifact.logits_V) != model.vocab_size:
         raise _foreign(artifact, "logits", f"{len(artifact.logits_V)} entries, wanted {model.vocab_size}")
     stacks = {stack.kind: stack for stack in artifact.stacks}

@@ -11,7 +11,8 @@ of two bfloat16 numbers that another order rounds the other way, and the change 
 torch's own kernels and sums in float32, in float64, in reversed order and in shuffled ones give the same bfloat16
 logits. Random weights have two significant bits, which makes most of their sums exact, and post-norms are small, which
 lets changes die out. With `--max-seeds 0` there is no search; such a case (`is_order_free` false) is for comparison
-layer by layer. Seeds for which a router has to choose between equal experts are passed over always.
+layer by layer. Seeds for which a router has to choose between equal experts are passed over always: torch breaks such
+ties either way, so a case with one says nothing about the rule, which is here the lowest number.
 
 A case is an .npz file: `input_ids`, `w/<public name>`, `hidden_states_f32` and `hidden_states_bf16` (embeddings, then
 the stream after each layer, after the last one normed), `logits_f32`, `logits_bf16`, `hf_config_json`, `seed`,
