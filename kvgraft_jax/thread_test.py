@@ -124,7 +124,7 @@ def main() -> int:
     """Reads a pickled `StepConfig` from stdin, runs its self-test on random weights, and prints the SHA-256."""
     determinism.configure()
     config: step_lib.StepConfig = pickle.loads(sys.stdin.buffer.read())
-    dtype, num_slots = config.jnp_dtype, config.kv_block + config.width
+    dtype, num_slots = config.jnp_dtype, config.num_slots(config.kv_block)
     weights = random_lib.initialise(config.model, 0, dtype)
     tables = rotary.make_tables(config.model, num_slots, dtype)
     runner = run_lib.Runner(step_lib.programs(config), flax.core.unfreeze(weights.params), tables)
