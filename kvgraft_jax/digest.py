@@ -21,7 +21,7 @@ LEAF_BYTES = 1 << 20
 
 
 def canonical_json(document: Any) -> bytes:
-    """The one byte string of a JSON document: sorted keys, no spaces, UTF-8.
+    """Returns the one byte string of a JSON document: sorted keys, no spaces, UTF-8.
 
     Raises:
       ValueError: NaN, an infinity, or a lone surrogate.
@@ -30,7 +30,7 @@ def canonical_json(document: Any) -> bytes:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the text can be encoded: a lone surrogate cannot, and two of them would look like one character."""
+    """Tells whether the text can be encoded: a lone surrogate cannot, and two of them would look like one character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -39,7 +39,7 @@ def is_unicode(text: str) -> bool:
 
 
 def parse_canonical_json(raw: bytes) -> Any:
-    """The document whose canonical JSON is exactly `raw`; the inverse of `canonical_json`.
+    """Returns the document whose canonical JSON is exactly `raw`; the inverse of `canonical_json`.
 
     Raises:
       ValueError: `raw` is not JSON, names a key twice, or is another spelling of its document.
@@ -55,7 +55,7 @@ def parse_canonical_json(raw: bytes) -> Any:
 
 
 def parse_json(raw: bytes) -> Any:
-    """The JSON document in `raw`, in any spelling.
+    """Returns the JSON document in `raw`, in any spelling.
 
     Raises:
       ValueError: `raw` is not JSON, is nested too deep, or an object in it names a key twice.
@@ -67,17 +67,17 @@ def parse_json(raw: bytes) -> Any:
 
 
 def bytes_digest(raw: bytes | memoryview) -> str:
-    """SHA-256 (hex) of bytes."""
+    """Returns the SHA-256 (hex) of bytes."""
     return hashlib.sha256(raw).hexdigest()
 
 
 def json_digest(document: Any) -> str:
-    """SHA-256 (hex) of the canonical JSON of `document`."""
+    """Returns the SHA-256 (hex) of the canonical JSON of `document`."""
     return bytes_digest(canonical_json(document))
 
 
 def array_bytes(array: np.ndarray) -> memoryview:
-    """The array's bytes in C order, little-endian, without a copy where the array already lies that way."""
+    """Returns the array's bytes in C order, little-endian, without a copy where the array already lies that way."""
     array = np.ascontiguousarray(array)
     if sys.byteorder == "big" and array.dtype.itemsize > 1:
         array = array.byteswap()
@@ -85,24 +85,24 @@ def array_bytes(array: np.ndarray) -> memoryview:
 
 
 def leaf_digests(array: np.ndarray) -> list[str]:
-    """SHA-256 (hex) of each 1-MiB leaf of the array's bytes, in order; at least one leaf, also for an empty array."""
+    """Returns the SHA-256 (hex) of each 1-MiB leaf of the array's bytes, in order; an empty array has one leaf."""
     raw = array_bytes(array)
     leaves = [raw[i : i + LEAF_BYTES] for i in range(0, max(len(raw), 1), LEAF_BYTES)]
     return [d.hex() for d in _map(_sha256, leaves)]
 
 
 def combine_leaves(dtype: str, shape: tuple[int, ...], leaves: list[str]) -> str:
-    """The array digest that belongs to these leaf digests."""
+    """Returns the array digest that belongs to these leaf digests."""
     return json_digest({"dtype": dtype, "shape": list(shape), "leaves": leaves})
 
 
 def array_digest(array: np.ndarray) -> str:
-    """SHA-256 (hex) of an array: dtype, shape and every bit of its content."""
+    """Returns the SHA-256 (hex) of an array: dtype, shape and every bit of its content."""
     return combine_leaves(array.dtype.name, array.shape, leaf_digests(array))
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 (hex) of a file's bytes."""
+    """Returns the SHA-256 (hex) of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

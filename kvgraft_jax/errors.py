@@ -44,7 +44,7 @@ class TokenizerError(KVGraftError):
 
 
 class SeamError(TokenizerError):
-    """A text cut where the tokenizer merges across the seam, so the parts are no true prefix and suffix."""
+    """A text cut where the tokenizer merges across the seam, so the parts are not a true prefix and suffix."""
 
 
 class DeterminismError(KVGraftError):
@@ -118,9 +118,9 @@ class PinMismatch(KVGraftError):
 
 
 def shown(value: Any, limit: int = 96) -> str:
-    """`value` as it stands in a message: its repr, cut to `limit` characters."""
+    """Returns `value` as it stands in a message: its repr, cut to `limit` characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python spells no integer of more than some thousand digits.
+    except ValueError:  # `repr` raises for very large integers.
         text = f"a {type(value).__name__} that is too long to be written out"
     return text if len(text) <= limit else text[: limit - 3] + "..."

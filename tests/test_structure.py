@@ -19,7 +19,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 MAX_LINES = 399
-# A room, a file or a folder, imports only itself and rooms before it. The package comes last: its public names are lazy.
+# A file or folder imports only itself and what stands before it. The package comes last: its public names are lazy.
 ROOMS = (
     *("errors", "notation", "digest", "paths", "progress", "remembered"),
     *("xla_flags", "determinism", "host_memory", "device_memory", "pin", "text"),

@@ -68,7 +68,7 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
       TokenizerError: a tokenizer or chat template of another model or kind, or damaged.
     """
     as_dtype = _checked_dtype(dtype)
-    mesh = sharding_lib.checked_mesh(mesh)
+    mesh = sharding_lib.check_mesh(mesh)
     if not isinstance(uri, str):
         raise errors.ConfigError(f"model URI: got {type(uri).__name__}, wanted {_SCHEMES}")
     scheme, colon, rest = uri.partition(":")

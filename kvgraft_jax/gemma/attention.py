@@ -23,7 +23,7 @@ MASKED = -1e30  # finite: exp(MASKED - MASKED) is 1, where infinities would give
 
 
 def visible(query_T: jax.Array, slot_S: jax.Array, end: jax.Array, window: int | None) -> jax.Array:
-    """Which slots a query may see: earlier or own position, written, and inside the window.
+    """Tells which slots a query may see: earlier or own position, written, and inside the window.
 
     Args:
       query_T: int32 [T] positions of the queries.
@@ -40,7 +40,7 @@ def visible(query_T: jax.Array, slot_S: jax.Array, end: jax.Array, window: int |
 
 
 def query_key(q_KxGxTxH: jax.Array, k_SxKxH: jax.Array) -> jax.Array:
-    """Products of every query with the keys of its head: float32 [K, G, T, S].
+    """Multiplies every query with the keys of its head: float32 [K, G, T, S].
 
     With a single key/value head they are a product of two matrices. Written with a head axis of one, XLA's CPU backend
     would transpose the keys, block by block, in every step.
@@ -53,7 +53,7 @@ def query_key(q_KxGxTxH: jax.Array, k_SxKxH: jax.Array) -> jax.Array:
 
 
 def weighted_values(p_KxGxTxS: jax.Array, v_SxKxH: jax.Array) -> jax.Array:
-    """Sums of the values of every head, weighted by the probabilities: float32 [K, G, T, H]; see `query_key`."""
+    """Sums the values of every head, weighted by the probabilities: float32 [K, G, T, H]; see `query_key`."""
     num_kv_heads, num_groups, num_lanes, num_slots = p_KxGxTxS.shape
     if num_kv_heads > 1:
         return layers.dot("KGTS,SKH->KGTH", p_KxGxTxS, v_SxKxH)
@@ -71,7 +71,7 @@ def block_attention(
     window: int | None,
     kv_block: int,
 ) -> jax.Array:
-    """Causal attention of T lanes over the written slots of one layer.
+    """Computes causal attention of T lanes over the written slots of one layer.
 
     Math: softmax(scale q k^T + mask) v, with the softmax in float32 and every other step rounded to the model dtype.
     Exact: a lane's result depends on its own query and its visible rows alone, bit for bit: not on other lanes, on
@@ -99,12 +99,12 @@ def block_attention(
     first_block, last_block = oldest // kv_block, (end - 1) // kv_block + 1
 
     def slots(block):
-        """Slots of a block, and which of them each lane sees."""
+        """Returns the slots of a block, and which of them each lane sees."""
         slot_S = block * kv_block + jnp.arange(kv_block, dtype=jnp.int32)
         return slot_S, visible(query_T, slot_S, end, window)[None, None]
 
     def scores(block):
-        """Masked logits of one block's keys."""
+        """Computes the masked logits of one block's keys."""
         _, seen_1x1xTxS = slots(block)
         k_rot_SxKxH = cache_lib.read_slots(layer.k_rot_SxKxH, block * kv_block, kv_block, dtype)
         logits_KxGxTxS = query_key(q_KxGxTxH, k_rot_SxKxH).astype(dtype)
@@ -134,7 +134,7 @@ def block_attention(
         return out_KxGxTxH + weighted_values(p_KxGxTxS, v_SxKxH)
 
     heads_lanes = q_KxGxTxH.shape[:3]
-    # A window and the lanes' own positions touch so many blocks; without one, as many as there are.
+    # The number of blocks that a window and the lanes' own positions can touch. Without a window nothing is kept.
     num_kept = (window + num_lanes - 2) // kv_block + 2 if window else 0
     empty = (
         jnp.full(heads_lanes, MASKED, jnp.float32),

@@ -57,7 +57,7 @@ class Cache:
 def make_cache(
     config: config_lib.GemmaConfig, num_slots: int, dtype: jnp.dtype, mesh: sharding.Mesh | None = None
 ) -> Cache:
-    """A zeroed cache of `num_slots` slots per layer for a model of `dtype`, spread over `mesh` if there is one."""
+    """Makes a zeroed cache of `num_slots` slots per layer, for a model of `dtype`, sharded over `mesh` if given."""
 
     def layer(attention: config_lib.AttentionConfig) -> LayerCache:
         shape = (num_slots, attention.num_kv_heads, attention.head_dim)
@@ -70,7 +70,7 @@ def make_cache(
 def device_bytes(
     config: config_lib.GemmaConfig, num_slots: int, dtype: jnp.dtype, mesh: sharding.Mesh | None = None
 ) -> int:
-    """Bytes of what `make_cache` gives, on one device."""
+    """Returns the bytes that a cache of `make_cache` takes on one device."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: make_cache(config, num_slots, dtype)))
     return sum(
         sharding_lib.share_bytes(leaf.shape, leaf.dtype, sharding_lib.of_rows(mesh, leaf.shape)) for leaf in leaves
@@ -91,7 +91,7 @@ def write_rows(layer: LayerCache, k_rot_TxKxH: jax.Array, v_TxKxH: jax.Array, st
 
 
 def read_slots(array_SxKxH: jax.Array, start: jax.Array, count: int, dtype: jnp.dtype) -> jax.Array:
-    """Keys or values of `count` slots from `start` on, in the model's dtype: [count, K, H].
+    """Reads the keys or values of `count` slots from `start` on, in the model's dtype: [count, K, H].
 
     Exact: bit-exact copy.
     """
@@ -100,7 +100,7 @@ def read_slots(array_SxKxH: jax.Array, start: jax.Array, count: int, dtype: jnp.
 
 
 def storage_dtype(dtype: jnp.dtype) -> np.dtype:
-    """The dtype in which a cache holds rows of `dtype`: uint16 for bfloat16, itself for float32."""
+    """Returns the dtype in which a cache holds rows of `dtype`: uint16 for bfloat16, itself for float32."""
     return np.dtype(np.uint16) if dtype == jnp.bfloat16 else np.dtype(dtype)
 
 

@@ -53,7 +53,7 @@ class AttentionConfig:
       head_dim: H, head width; even.
       rotary: rotary encoding of queries and keys.
       window: keys that a query sees, itself included; None means all earlier ones.
-      values_are_keys: values are the raw key projection, before its norm and rotary encoding; there is no value one.
+      values_are_keys: values are the raw key projection, before norm and rotary encoding; no value projection.
     """
 
     num_kv_heads: int
@@ -142,8 +142,8 @@ class GemmaConfig:
       norm_plus_one: RMSNorm multiplies by 1 + w (Gemma 3), else by w (Gemma 4).
       value_norm: values go through an RMSNorm without weight.
       layer_scalar: every layer ends by multiplying the residual stream with a number of its own.
-      num_kv_shared_layers: the last so many layers have no keys and values; each reads those of the last layer of its
-        kind that has.
+      num_kv_shared_layers: number of layers at the end that own no keys and values; each reads those of the last layer
+        of its kind that owns some.
       shared_hidden_dim: F of those layers; None means hidden_dim.
       per_layer: per-layer embeddings, or None.
       experts: routed experts of every layer, or None.
@@ -231,14 +231,14 @@ class GemmaConfig:
         return self.num_layers - self.num_kv_shared_layers
 
     def kv_layer(self, layer: int) -> int:
-        """The layer whose keys and values layer `layer` attends to: itself, or the last of its kind that owns some."""
+        """Returns the layer whose keys and values layer `layer` reads: itself, or the last owner of its kind."""
         if layer < self.num_kv_layers:
             return layer
         kind = self.layer_kinds[layer]
         return max(donor for donor in range(self.num_kv_layers) if self.layer_kinds[donor] == kind)
 
     def feedforward_dim(self, layer: int) -> int:
-        """F of the dense feed-forward layer `layer`."""
+        """Returns F of the dense feed-forward layer `layer`."""
         shares = layer >= self.num_kv_layers
         return self.shared_hidden_dim if shares and self.shared_hidden_dim is not None else self.hidden_dim
 
@@ -249,7 +249,7 @@ class GemmaConfig:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The attention kinds of which there are layers, sliding before full."""
+        """Attention kinds that have layers, sliding before full."""
         found = []
         for name, attention in ((SLIDING, self.sliding), (FULL, self.full)):
             layers = tuple(layer for layer in range(self.num_kv_layers) if self.layer_kinds[layer] == name)
@@ -258,16 +258,16 @@ class GemmaConfig:
         return tuple(found)
 
     def attention(self, layer: int) -> AttentionConfig:
-        """The attention kind of layer `layer`."""
+        """Returns the attention kind of layer `layer`."""
         return self.sliding if self.layer_kinds[layer] == SLIDING else self.full
 
     def document(self) -> dict[str, Any]:
-        """What decides the model's numbers, as plain JSON data: everything but name, limits and special tokens."""
+        """Returns all that decides the model's numbers as plain JSON data: not name, limits and special tokens."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _NO_NUMBERS}
 
 
 def repeating_kinds(num_layers: int, period: int = 6) -> tuple[str, ...]:
-    """Layer kinds in which every `period`-th layer (the 6th, the 12th, ...) is full and the others slide.
+    """Returns layer kinds: every `period`-th layer (the 6th, the 12th, ...) is full, the others slide.
 
     Raises:
       ConfigError: a number of layers that no model has.

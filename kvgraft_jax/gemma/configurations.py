@@ -153,7 +153,7 @@ CONFIGURATIONS = {
 
 
 def get(name: str) -> config_lib.GemmaConfig:
-    """The configuration called `name`; `ConfigError` lists the known names otherwise."""
+    """Returns the configuration called `name`; `ConfigError` lists the known names otherwise."""
     try:
         return CONFIGURATIONS[name]
     except KeyError:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Matrix product accumulated in float32; the caller decides when to round.
+    """Multiplies matrices, accumulated in float32; the caller decides when to round.
 
     Args:
       equation: einsum string in the repository's letters.
@@ -28,24 +28,24 @@ def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def scaled(x: jax.Array, scale: float) -> jax.Array:
-    """x times a float32 scalar, rounded once to x's dtype (a bare Python scalar would be rounded to bfloat16 first)."""
+    """Multiplies x by a float32 scalar and rounds once (jax would round a bare Python scalar to bfloat16 first)."""
     return (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
 
 
 def softcapped(x: jax.Array, cap: float) -> jax.Array:
-    """cap tanh(x / cap), each of the three steps rounded to x's dtype."""
+    """Computes cap tanh(x / cap), with each of the three steps rounded to x's dtype."""
     bounded = jnp.tanh(scaled(x, 1.0 / cap).astype(jnp.float32)).astype(x.dtype)
     return scaled(bounded, cap)
 
 
-def looked_up(table: jax.Array, tokens_T: jax.Array) -> jax.Array:
-    """Rows of an embedding table [V, ..., D], times sqrt(D), which is itself rounded to the table's dtype first."""
+def look_up(table: jax.Array, tokens_T: jax.Array) -> jax.Array:
+    """Gathers rows of a table [V, ..., D] and multiplies by sqrt(D), itself first rounded to the table's dtype."""
     scale = jnp.asarray(math.sqrt(table.shape[-1]), jnp.float32).astype(table.dtype)
     return jnp.take(table, tokens_T, axis=0, mode="clip") * scale
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """GELU in its tanh form (arXiv 1606.08415), computed in float32, rounded once to x's dtype."""
+    """Computes GELU in its tanh form (arXiv 1606.08415), computed in float32, rounded once to x's dtype."""
     return nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
@@ -119,10 +119,10 @@ class Embedder(nn.Module):
 
     def encode(self, tokens_T: jax.Array) -> jax.Array:
         """Embeddings [T, D] times sqrt(D), the square root itself rounded to the model dtype first."""
-        return looked_up(self.embedding_VxD, tokens_T)
+        return look_up(self.embedding_VxD, tokens_T)
 
     def decode(self, hidden_TxD: jax.Array) -> jax.Array:
-        """Logits [T, V] in the model dtype."""
+        """Computes logits [T, V] in the model dtype."""
         return dot("TD,VD->TV", hidden_TxD, self.embedding_VxD).astype(self.dtype)
 
 

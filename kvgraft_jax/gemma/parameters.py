@@ -53,7 +53,7 @@ class Parameter:
 
 
 def parameters(config: config_lib.GemmaConfig) -> tuple[Parameter, ...]:
-    """All parameters of a model, sorted by path."""
+    """Returns all parameters of a model, sorted by path."""
     D = config.embed_dim
     found = [
         Parameter("embedder/embedding", (config.vocab_size, D), EMBEDDING_NAME, (config.vocab_size, D)),
@@ -75,7 +75,7 @@ def parameters(config: config_lib.GemmaConfig) -> tuple[Parameter, ...]:
 
 
 def unused_shapes(config: config_lib.GemmaConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors that some exports hold though the model never reads them: keys and values of layers that share."""
+    """Returns the tensors that some exports hold and no model reads: keys and values of layers that share."""
     unused = {}
     for layer in range(config.num_kv_layers, config.num_layers):
         for parameter in _keys_and_values(config, layer):
@@ -144,7 +144,7 @@ def _feedforward(config: config_lib.GemmaConfig, layer: int) -> list[Parameter]:
 
 
 def nest(leaves: Mapping[str, jax.Array]) -> Params:
-    """The nested tree of `{path: array}`."""
+    """Returns the nested tree of `{path: array}`."""
     tree: Params = {}
     for path, leaf in leaves.items():
         *parents, last = path.split("/")

@@ -34,7 +34,7 @@ class PerLayerEmbedder(nn.Module):
         project = layers.Linear((embed_dim, self.num_layers, self.dim), name="proj")
         context_TxLxP = layers.scaled(project(x_TxD), embed_dim**-0.5)
         context_TxLxP = layers.RMSNorm(self.eps, name="norm")(context_TxLxP)
-        return layers.scaled(context_TxLxP + layers.looked_up(table_VxLxP, tokens_T), 2**-0.5)
+        return layers.scaled(context_TxLxP + layers.look_up(table_VxLxP, tokens_T), 2**-0.5)
 
 
 class PerLayerInput(nn.Module):

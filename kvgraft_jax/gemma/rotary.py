@@ -22,7 +22,7 @@ RULES = (REFERENCE, CORRECT)
 ENGINE_RULE = REFERENCE
 
 _DIGEST_ROWS = 1024
-_BLOCK_ELEMENTS = 1 << 16  # Of a table, computed together: what a processor's cache holds.
+_BLOCK_ELEMENTS = 1 << 16  # Elements of a table computed together; they fit a processor's cache.
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ class RotaryTables:
     full: RotaryTable
 
     def rows(self, kind: str, start: jax.Array, num_positions: int) -> RotaryRows:
-        """The rows of positions start..start + num_positions - 1 for one attention kind."""
+        """Returns the rows of positions start..start + num_positions - 1 for one attention kind."""
         table = self.sliding if kind == config_lib.SLIDING else self.full
         return RotaryRows(
             lax.dynamic_slice_in_dim(table.cos_SxR, start, num_positions),
@@ -68,7 +68,7 @@ class RotaryTables:
 
 
 def rotary_frequencies(head_dim: int, rotary: config_lib.RotaryConfig, *, rule: str = ENGINE_RULE) -> np.ndarray:
-    """Angle per position of each rotary pair.
+    """Computes the angle per position of each rotary pair.
 
     Math: f_i = base^(-2i/H) / scale (RoFormer, arXiv 2104.09864, eq. 15; linear scaling as in Gemma 3's report) for
       the first fraction * R pairs, 0 for the others. The exponent's denominator is the whole head width.
@@ -101,7 +101,7 @@ def rotary_frequencies(head_dim: int, rotary: config_lib.RotaryConfig, *, rule: 
 
 
 def rotary_tables_f32(frequency_R: np.ndarray, num_positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of position times frequency.
+    """Computes the cosine and sine of position times frequency.
 
     Exact: the angle is RN32(position * frequency); its cosine and sine are taken in float64 and rounded once.
 
@@ -127,7 +127,7 @@ def rotary_tables_f32(frequency_R: np.ndarray, num_positions: int) -> tuple[np.n
 def make_tables(
     config: config_lib.GemmaConfig, num_positions: int, dtype: jnp.dtype, mesh: sharding.Mesh | None = None
 ) -> RotaryTables:
-    """The tables of both attention kinds on the default device or the whole mesh, rounded to the model dtype."""
+    """Makes the tables of both attention kinds, in the model dtype, on the default device or the whole mesh."""
 
     def table(attention: config_lib.AttentionConfig) -> RotaryTable:
         frequency_R = rotary_frequencies(attention.head_dim, attention.rotary)
@@ -151,7 +151,7 @@ def tables_digest(config: config_lib.GemmaConfig) -> str:
 
 
 def tables_bytes(config: config_lib.GemmaConfig, num_positions: int, dtype: jnp.dtype) -> int:
-    """Bytes of what `make_tables` gives, on every device."""
+    """Returns the bytes that tables of `make_tables` take on every device."""
     return num_positions * (config.sliding.head_dim + config.full.head_dim) * dtype.itemsize
 
 

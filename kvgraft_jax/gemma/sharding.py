@@ -1,8 +1,8 @@
-"""Where arrays lie: all on one device, or spread over a mesh of several by heads, hidden units and vocabulary.
+"""Decides where arrays lie: on one device, or sharded over a mesh by heads, hidden units and vocabulary.
 
-The mesh has one axis. Heads, hidden units and vocabulary are divided over it; what cannot be divided evenly, and
-everything small, lies whole on every device. XLA adds the communication. A sum over devices has another order than a
-sum on one, so exactness holds per mesh.
+The mesh has one axis. Heads, hidden units and vocabulary are divided over it. Small arrays, and arrays that cannot be
+divided evenly, are copied to every device. XLA adds the communication. A sum over devices has another order than a sum
+on one device, so exactness holds per mesh.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvgraft_jax.gemma import parameters as parameters_lib
 
 AXIS = "model"
 
-# The axis that is divided, by the last two names of a parameter's path; what is not here lies whole on every device.
-# Of a stack of experts each device has a share of every one.
+# The axis that is divided, by the last two names of a parameter's path. Every device has a copy of what is not listed.
+# A stack of experts is divided inside each expert.
 _DIVIDED = {
     "embedder/embedding": 0,
     "attention/q_proj": 1,
@@ -38,7 +38,7 @@ _DIVIDED = {
 
 
 def make_mesh(num_devices: int) -> sharding.Mesh | None:
-    """A mesh of the first `num_devices` devices; None for a single one.
+    """Makes a mesh of the first `num_devices` devices; None for a single one.
 
     Raises:
       ConfigError: fewer than one, or more than there are.
@@ -54,8 +54,8 @@ def make_mesh(num_devices: int) -> sharding.Mesh | None:
     return None if num_devices == 1 else sharding.Mesh(np.array(devices[:num_devices]), (AXIS,))
 
 
-def checked_mesh(mesh: sharding.Mesh | None) -> sharding.Mesh | None:
-    """`mesh`, or None for one of a single device.
+def check_mesh(mesh: sharding.Mesh | None) -> sharding.Mesh | None:
+    """Checks a mesh; a mesh of one device becomes None.
 
     Raises:
       ConfigError: a mesh of another kind than `make_mesh` gives.
@@ -72,38 +72,38 @@ def checked_mesh(mesh: sharding.Mesh | None) -> sharding.Mesh | None:
 
 
 def devices(mesh: sharding.Mesh | None) -> list[jax.Device]:
-    """The devices that hold the arrays."""
+    """Returns the devices that hold the arrays."""
     return jax.local_devices()[:1] if mesh is None else list(mesh.devices.flat)
 
 
 def whole(mesh: sharding.Mesh | None) -> sharding.Sharding | None:
-    """A copy on every device. Here and below, None means jax's default device: there is no mesh."""
+    """Returns the sharding of a copy on every device. Here and below, None means no mesh: jax's default device."""
     return None if mesh is None else sharding.NamedSharding(mesh, sharding.PartitionSpec())
 
 
 def of_parameter(mesh: sharding.Mesh | None, parameter: parameters_lib.Parameter) -> sharding.Sharding | None:
-    """The place of one parameter."""
+    """Returns the sharding of one parameter."""
     name = "/".join(parameter.path.removesuffix("/kernel").split("/")[-2:])
     return whole(mesh) if mesh is None or name not in _DIVIDED else _divided(mesh, parameter.shape, _DIVIDED[name])
 
 
 def of_rows(mesh: sharding.Mesh | None, shape: tuple[int, ...]) -> sharding.Sharding | None:
-    """The place of keys or values [S, K, H] of one layer."""
+    """Returns the sharding of keys or values [S, K, H] of one layer."""
     return None if mesh is None else _divided(mesh, shape, 1)
 
 
-def kept_whole(mesh: sharding.Mesh | None, array: jax.Array) -> jax.Array:
-    """Inside a program: has the compiler leave a result whole on every device."""
+def keep_whole(mesh: sharding.Mesh | None, array: jax.Array) -> jax.Array:
+    """Tells the compiler, inside a program, to leave a result whole on every device."""
     return array if mesh is None else lax.with_sharding_constraint(array, whole(mesh))
 
 
-def kept_rows(mesh: sharding.Mesh | None, array_SxKxH: jax.Array) -> jax.Array:
-    """Inside a program: has the compiler leave keys or values where the cache has them."""
+def keep_rows(mesh: sharding.Mesh | None, array_SxKxH: jax.Array) -> jax.Array:
+    """Tells the compiler, inside a program, to leave keys or values as the cache is sharded."""
     return array_SxKxH if mesh is None else lax.with_sharding_constraint(array_SxKxH, of_rows(mesh, array_SxKxH.shape))
 
 
 def share_bytes(shape: tuple[int, ...], dtype: np.dtype, place: sharding.Sharding | None) -> int:
-    """Bytes of an array that lie on one device."""
+    """Returns the bytes of an array that lie on one device."""
     return math.prod(shape if place is None else place.shard_shape(shape)) * dtype.itemsize
 
 

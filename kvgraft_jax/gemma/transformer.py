@@ -154,7 +154,7 @@ class Transformer(nn.Module):
         return self.final_norm(x_TxD), cache_lib.Cache(tuple(layer_caches))
 
     def head(self, hidden_TxD: jax.Array) -> jax.Array:
-        """Next-token logits, float32 [T, V] holding values of the model dtype."""
+        """Computes next-token logits: float32 [T, V], holding values of the model dtype."""
         with jax.named_scope("head"):
             logits_TxV = self.embedder.decode(hidden_TxD)
             if self.config.final_softcap is not None:

@@ -13,7 +13,7 @@ _SIGNED = {jnp.dtype(jnp.bfloat16): jnp.int16, jnp.dtype(jnp.float32): jnp.int32
 
 @jax.jit
 def bit_equal(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Which elements have the same bit pattern: -0 is not 0, a NaN is equal to itself.
+    """Tells which elements have the same bit pattern: -0 is not 0, a NaN is equal to itself.
 
     Args:
       a, b: of one shape and dtype, bfloat16 or float32.
@@ -28,7 +28,7 @@ def bit_equal(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def bit_difference_count(a: jax.Array, b: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
-    """How many elements differ in any bit, int32; over the given axes, or over all.
+    """Counts how many elements differ in any bit, int32; over the given axes, or over all.
 
     Raises:
       ConfigError: as `bit_equal`.
@@ -38,7 +38,7 @@ def bit_difference_count(a: jax.Array, b: jax.Array, axis: int | tuple[int, ...]
 
 @jax.jit
 def ulp_distance(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Steps from one number to the other along the numbers of their dtype.
+    """Counts the steps from one number to another through the numbers of their dtype.
 
     Math: |m(a) - m(b)|, where m numbers the floats in rising order and m(-0) = m(0) = 0.
     Exact: for all finite and infinite arguments; a NaN counts as a number beyond infinity.
@@ -67,6 +67,6 @@ def _bits(array: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _order(bits: jax.Array) -> jax.Array:
-    """The number of a float among those of its dtype, int32."""
+    """Returns the number of a float among those of its dtype, int32."""
     magnitude = (bits & jnp.iinfo(bits.dtype).max).astype(jnp.int32)
     return jnp.where(bits < 0, -magnitude, magnitude)

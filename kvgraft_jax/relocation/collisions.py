@@ -47,7 +47,7 @@ class _Rotations:
 
 
 def collision_codes(encoding: encodings.Encoding, rule: str, key_pairs_Mx4: np.ndarray, num_positions: int) -> Codes:
-    """Where the two keys of each key pair are certainly stored as one, and where certainly as two.
+    """Tells where the two keys of each key pair are certainly stored as one, and where certainly as two.
 
     Math: 'real' admits every program whose values, before they are rounded to bfloat16, are within
       (|x1| + |x2|) (2^-21 + 2^-22 p w) of the real rotation, without the second term on pair 0; 'reference' binds the
@@ -84,12 +84,12 @@ def collision_codes(encoding: encodings.Encoding, rule: str, key_pairs_Mx4: np.n
 
 
 def num_confused(codes: Codes) -> int:
-    """How many ordered pairs of a position p from 1 and another one p' no key pair tells apart."""
+    """Counts how many ordered pairs of a position p from 1 and another one p' no key pair tells apart."""
     return sum(int(confused_S.sum()) for _, confused_S in _confused(codes))
 
 
 def _confused(codes: Codes) -> Iterator[tuple[int, np.ndarray]]:
-    """For every position p from 1: p, and which other positions no key pair tells apart from it."""
+    """Yields every position p from 1, and which other positions no key pair tells apart from it."""
     num_positions = codes.merged_MxS.shape[1]
     parted_MxW = np.packbits(codes.parted_MxS, axis=1)
     for position in range(1, num_positions):
@@ -131,7 +131,7 @@ def _rotations(encoding: encodings.Encoding, rule: str, pair: int, num_positions
 
 
 def _compare(rotations: _Rotations, rule: str, x1: float, x2: float, next_x2: float) -> tuple[np.ndarray, np.ndarray]:
-    """merged and parted, bool [S] each."""
+    """Returns where keys merge and where they part: bool [S] each."""
     cos_S, sin_S = rotations.cos_S, rotations.sin_S
     if rule == HF_BF16:
         near, far = (
@@ -153,13 +153,13 @@ def _compare(rotations: _Rotations, rule: str, x1: float, x2: float, next_x2: fl
 
 
 def _cell(value_S: np.ndarray) -> np.ndarray:
-    """Number of the bfloat16 that a float64 rounds to, rising with it; ties away from zero."""
+    """Numbers the bfloat16 that a float64 rounds to, in rising order; ties go away from zero."""
     cell_S = (np.abs(value_S).view(np.int64) + _HALF) >> _FRACTION_BITS
     return np.where(value_S < 0, -cell_S, cell_S)
 
 
 def _round(value_S: np.ndarray) -> np.ndarray:
-    """Float64 rounded to the nearest bfloat16, ties to even, still float64."""
+    """Rounds float64 to the nearest bfloat16, ties to even; the result is float64."""
     bits_S = value_S.view(np.int64)
     bits_S = (bits_S + (_HALF - 1) + (bits_S >> _FRACTION_BITS & 1)) >> _FRACTION_BITS << _FRACTION_BITS
     return bits_S.view(np.float64)

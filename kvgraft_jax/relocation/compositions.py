@@ -41,7 +41,7 @@ class Compositions:
 
 
 def unit_norm_defect(cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """c^2 + s^2 - 1.
+    """Computes c^2 + s^2 - 1.
 
     Exact: zero if and only if the norm is 1, otherwise the real number rounded once.
 
@@ -58,7 +58,7 @@ def unit_norm_defect(cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 
 def dyadic_depth(values: np.ndarray) -> np.ndarray:
-    """The least m >= 0 for which 2^m x is an integer.
+    """Returns the least m >= 0 for which 2^m x is an integer.
 
     Args:
       values: finite floats, up to float64.
@@ -73,12 +73,12 @@ def dyadic_depth(values: np.ndarray) -> np.ndarray:
 
 
 def rotation_depth(cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """The least m for which 2^m (c + i s) is a Gaussian integer: int32."""
+    """Returns the least m for which 2^m (c + i s) is a Gaussian integer: int32."""
     return np.maximum(dyadic_depth(cos), dyadic_depth(sin))
 
 
 def exact_composition_candidates(cos_SxR: np.ndarray, sin_SxR: np.ndarray) -> Compositions:
-    """Every product R_a R_b, R_a R_(-b) of a table, within the table, that its depth does not rule out.
+    """Lists every product R_a R_b and R_a R_(-b) within a table that the depth does not rule out.
 
     Math: the depths of two rotations, where neither is 0, add up in their product but for at most 1 (T4 (c) of
       docs/rotary.md). So R_a R_b = R_t needs m(t) >= m(a) + m(b) - 1.
@@ -91,7 +91,7 @@ def exact_composition_candidates(cos_SxR: np.ndarray, sin_SxR: np.ndarray) -> Co
       The candidates, pair by pair.
 
     Raises:
-      ConfigError: shapes that are no table's.
+      ConfigError: shapes that do not belong to a table.
     """
     if cos_SxR.ndim != 2 or cos_SxR.shape != sin_SxR.shape:
         raise errors.ConfigError(f"table: got {cos_SxR.shape} and {sin_SxR.shape}, wanted one shape [S, R]")
@@ -103,7 +103,7 @@ def exact_composition_candidates(cos_SxR: np.ndarray, sin_SxR: np.ndarray) -> Co
 
 
 def is_exact(cos_SxR: np.ndarray, sin_SxR: np.ndarray, compositions: Compositions) -> np.ndarray:
-    """Which compositions hold exactly: bool [M].
+    """Tells which compositions hold exactly: bool [M].
 
     Exact: decided without rounding, for tables of float32 or bfloat16.
     """
@@ -119,7 +119,7 @@ def is_exact(cos_SxR: np.ndarray, sin_SxR: np.ndarray, compositions: Composition
 
 
 def _pair_candidates(depth_S: np.ndarray) -> np.ndarray:
-    """[M, 3]: a, b and whether b turns back, for one pair.
+    """Lists the candidates of one pair, [M, 3]: a, b, and whether b is negated.
 
     For every two depths i <= j the positions a of depth i meet either all b of depth j or all targets deep enough,
     whichever are fewer.
@@ -172,7 +172,7 @@ def _columns(first: np.ndarray, second: np.ndarray, keep: np.ndarray, turns_back
 
 
 def _sums_to(a: np.ndarray, b: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Whether a + b = wanted in the reals; a and b are products without rounding."""
+    """Tells whether a + b = wanted in the reals; a and b are products without rounding."""
     total = a + b
     part = total - a
     lost = (a - (total - part)) + (b - part)  # Knuth's two-sum: a + b = total + lost.

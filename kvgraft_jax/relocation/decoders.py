@@ -9,7 +9,7 @@ from kvgraft_jax import errors
 
 
 def binade_keys(low: float, high: float) -> np.ndarray:
-    """All pairs (x1, x2) of bfloat16 numbers with low <= |x| < high: bfloat16 [M, 2]."""
+    """Returns all pairs (x1, x2) of bfloat16 numbers with low <= |x| < high: bfloat16 [M, 2]."""
     if not 0 < low < high < np.inf:
         raise errors.InputError(f"binade_keys: got {low} to {high}, wanted 0 < low < high")
     numbers = np.arange(0x7F80, dtype=np.uint16).view(jnp.bfloat16)
@@ -20,7 +20,7 @@ def binade_keys(low: float, high: float) -> np.ndarray:
 
 
 def pair_codes(k_MxH: np.ndarray) -> np.ndarray:
-    """One integer per key of a single bfloat16 pair, equal where all bits are: uint32 [M]."""
+    """Returns one integer per key of a single bfloat16 pair, equal where all bits are: uint32 [M]."""
     if k_MxH.ndim != 2 or k_MxH.shape[1] != 2 or k_MxH.dtype != jnp.bfloat16:
         raise errors.ConfigError(f"k_MxH: got {k_MxH.dtype}{k_MxH.shape}, wanted bfloat16 (M, 2)")
     half_Mx2 = np.ascontiguousarray(k_MxH).view(np.uint16).astype(np.uint32)
@@ -28,7 +28,7 @@ def pair_codes(k_MxH: np.ndarray) -> np.ndarray:
 
 
 def optimal_decoder_accuracy(stored_M: np.ndarray, wanted_M: np.ndarray) -> int:
-    """How many of M keys the best function of the stored one maps to the wanted one.
+    """Counts how many of M keys the best function of the stored one maps to the wanted one.
 
     Math: the sum over stored values of the count of the most frequent wanted value. Where wanted is the key before
       rotation, it is the number of distinct stored values.

@@ -60,7 +60,7 @@ ENCODINGS = (*CERTIFIED, LOCAL128, GLOBAL128_SCALE8)
 
 
 def get(name: str) -> Encoding:
-    """The encoding called `name`; `ConfigError` lists the known names otherwise."""
+    """Returns the encoding called `name`; `ConfigError` lists the known names otherwise."""
     for encoding in ENCODINGS:
         if encoding.name == name:
             return encoding
@@ -69,7 +69,7 @@ def get(name: str) -> Encoding:
 
 
 def of_attention(attention: config_lib.AttentionConfig) -> Encoding:
-    """The encoding of an attention kind.
+    """Returns the encoding of an attention kind.
 
     Raises:
       ConfigError: none of `ENCODINGS`.

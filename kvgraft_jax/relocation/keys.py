@@ -57,7 +57,7 @@ SCHEMES = (ENGINE_BF16, BF16_WIDE, ENGINE_F32, F32_OF_BF16)
 
 
 def scheme(name: str) -> Scheme:
-    """The scheme called `name`; `ConfigError` lists the known names otherwise."""
+    """Returns the scheme called `name`; `ConfigError` lists the known names otherwise."""
     for candidate in SCHEMES:
         if candidate.name == name:
             return candidate
@@ -67,7 +67,7 @@ def scheme(name: str) -> Scheme:
 def fresh_key(
     k_raw_TxH: jax.Array, table: tables_lib.Table, position_T: np.ndarray | int, scheme: Scheme = ENGINE_BF16
 ) -> jax.Array:
-    """Keys rotated to their positions, as stored by fresh computation.
+    """Rotates keys to their positions, as fresh computation stores them.
 
     Exact: bit-equal to the engine's keys under `ENGINE_BF16` and `ENGINE_F32`.
 
@@ -91,7 +91,7 @@ def fresh_key(
 def rerotated_key(
     k_rot_TxH: jax.Array, table: tables_lib.Table, shift_T: np.ndarray | int, scheme: Scheme = ENGINE_BF16
 ) -> jax.Array:
-    """Stored keys turned on by a shift (negative: back), one for all keys or one for each.
+    """Rotates stored keys by a shift (negative: backwards); one shift for all keys or one for each.
 
     Exact: no claim; see `mismatch_bound`.
     Args, Returns, Raises: as `fresh_key`, with keys in the scheme's stored dtype.
@@ -103,7 +103,7 @@ def rerotated_key(
 def unrotated_key(
     k_rot_TxH: jax.Array, table: tables_lib.Table, position_T: np.ndarray | int, scheme: Scheme = ENGINE_BF16
 ) -> jax.Array:
-    """Stored keys turned back to position 0, in the dtype of the arithmetic: not rounded to the raw dtype.
+    """Rotates stored keys back to position 0, in the dtype of the arithmetic: not rounded to the raw dtype.
 
     Exact: no claim.
     Args, Returns, Raises: as `fresh_key`, with keys in the scheme's stored dtype.
@@ -120,7 +120,7 @@ def reencoded_key(
     target_T: np.ndarray | int,
     scheme: Scheme = ENGINE_BF16,
 ) -> jax.Array:
-    """Stored keys turned back from `position_T` and rotated to `target_T`, not rounded to the raw dtype in between.
+    """Rotates stored keys back from `position_T` and on to `target_T`, without rounding to the raw dtype in between.
 
     Exact: no claim.
     Args, Returns, Raises: as `unrotated_key`.
@@ -136,7 +136,7 @@ def snapped_key(
     target_T: np.ndarray | int,
     scheme: Scheme = ENGINE_BF16,
 ) -> jax.Array:
-    """Stored keys turned back from `position_T`, rounded to the raw dtype, and rotated to `target_T`.
+    """Rotates stored keys back from `position_T`, rounds to the raw dtype, and rotates to `target_T`.
 
     Exact: no claim; where the storage is wider than the raw keys this recovers nearly all of them.
     Args, Returns, Raises: as `unrotated_key`.
@@ -152,7 +152,7 @@ def linearly_moved_key(
     target_T: np.ndarray | int,
     scheme: Scheme = ENGINE_BF16,
 ) -> jax.Array:
-    """Stored keys times the linear map that takes `position_T` to `target_T` in this very table, rounded once.
+    """Multiplies stored keys by the linear map that takes `position_T` to `target_T` in this table; rounds once.
 
     Math: z' / z for table entries z = c + i s and z' = c' + i s': what a re-rotation without errors of its own gives.
     Exact: within 2^-48 of the linear map before the rounding, which passes through float32.
@@ -178,7 +178,7 @@ def moved_key(
     scheme: Scheme = ENGINE_BF16,
     method: str = REROTATE,
 ) -> jax.Array:
-    """Stored keys of `position_T`, moved to `target_T` by one of `METHODS`; one position for all keys, or one for each.
+    """Moves stored keys of `position_T` to `target_T` by one of `METHODS`; one position for all keys or for each.
 
     Raises:
       ConfigError: unknown method; otherwise as `fresh_key`.
@@ -202,7 +202,7 @@ def mismatch_by_pair(
     scheme: Scheme = ENGINE_BF16,
     method: str = REROTATE,
 ) -> np.ndarray:
-    """Elements in which moved keys differ from fresh ones, by shift and pair.
+    """Counts the elements in which moved keys differ from fresh ones, by shift and pair.
 
     At shift 0 the stored key itself is compared: restoring at the own position is a copy, not a rotation.
 

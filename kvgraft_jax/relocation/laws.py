@@ -10,7 +10,7 @@ from kvgraft_jax import errors
 def mismatch_bound(
     frequency_R: np.ndarray, position: int, shift: int, *, stored_roundoff: float, arithmetic_roundoff: float
 ) -> np.ndarray:
-    """A bound on |moved - fresh| / |k| of every pair, in the Euclidean norm, for keys turned on from p to p + d.
+    """Bounds |moved - fresh| / |k| of every pair, in the Euclidean norm, for keys rotated on from p to p + d.
 
     Math: 3 u + 12 v + 2^-22 w max(p, |d|, p + d): three roundings to the store (u), tables and products of three
       rotations (v), and the angle, whose rounding is not additive: RN(p w) + RN(d w) is not RN((p + d) w). The last
@@ -39,7 +39,7 @@ def mismatch_bound(
 
 
 def mismatch_expectation(angle: np.ndarray) -> np.ndarray:
-    """Share of elements that differ after turning keys on by a generic angle, where all numbers share one binade.
+    """Predicts the share of elements that differ after rotation by a generic angle, all numbers in one binade.
 
     Math: with c >= s >= 0 the larger and smaller of |cos| and |sin|, E|c e1 - s e2| = c/4 + s^2/(12 c) for roundings
       e1, e2 uniform in [-1/2, 1/2]. From 0.25 at angles near 0 (but not at 0) down to 0.2357 at an eighth of a turn.
@@ -57,7 +57,7 @@ def mismatch_expectation(angle: np.ndarray) -> np.ndarray:
 
 
 def small_angle_expectation(sin_shift: float, partner: np.ndarray, unit: np.ndarray) -> float:
-    """Share of elements that differ after an angle so small that few roundings change.
+    """Predicts the share of elements that differ after rotation by an angle so small that few roundings change.
 
     Math: the mean of dist(t, Z) over elements, t = |sin(d w)| |partner| / unit.
     Exact: no claim.

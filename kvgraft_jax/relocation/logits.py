@@ -34,7 +34,7 @@ class LogitShift:
         return self.after_T - self.before_T
 
     def num_equal(self, dtype: str) -> int:
-        """How many logits are the same once rounded to `dtype`."""
+        """Counts how many logits are the same once rounded to `dtype`."""
         rounded = (jnp.asarray(x.astype(np.float32)).astype(dtype) for x in (self.before_T, self.after_T))
         return int(bits.bit_equal(*rounded).sum())
 
@@ -53,7 +53,7 @@ class ShiftedTables:
     shift: jax.Array
 
     def rows(self, kind: str, start: jax.Array, num_positions: int) -> rotary_lib.RotaryRows:
-        """As `RotaryTables.rows`, of slots."""
+        """Returns the rows as `RotaryTables.rows` does, for slots."""
         return self.tables.rows(kind, start + self.shift, num_positions)
 
 
@@ -66,7 +66,7 @@ def logit_shift_difference(
     shift: int,
     scheme: keys.Scheme = keys.ENGINE_BF16,
 ) -> LogitShift:
-    """Logits before and after all positions move by `shift`: rotary encoding leaves them alone in the reals only.
+    """Computes logits before and after all positions move by `shift`; only in the reals are they equal.
 
     Args:
       q_raw_TxH, k_raw_TxH: [T, H] before rotation, in the scheme's raw dtype.
@@ -92,7 +92,7 @@ def logit_shift_difference(
 def layer_value_shift_difference(
     runner: run_lib.Runner, token_ids: Sequence[int], shift: int, num_slots: int
 ) -> np.ndarray:
-    """Elements of the values of each layer that change when all positions of a text move by `shift`.
+    """Counts the elements of each layer's values that change when all positions of a text move by `shift`.
 
     Nothing is grafted and no left context is there: it is the model's own sensitivity to its positions.
 

@@ -20,9 +20,9 @@ WITNESSES = ((1.0, 0.0), (1.0, 1.0), (3.0, 1.0))
 def rerotation_witnesses(
     table: tables_lib.Table, num_shifts: int, scheme: keys.Scheme = keys.ENGINE_F32, *, max_tries: int = 16
 ) -> np.ndarray:
-    """For every shift d, 0 < |d| < N: how many positions beyond the first until one of `WITNESSES` is turned wrong.
+    """Finds, for every shift 0 < |d| < N, the number of positions until one of `WITNESSES` is rotated wrongly.
 
-    A witness at p is a key that, stored at p and turned on by d, is not the fresh key of p + d. The first position
+    A witness at p is a key that, stored at p and rotated by d, is not the fresh key of p + d. The first position
     that a shift admits is the larger of 1 and -d.
     Exact: decided by the bits that the compiled program gives.
 
@@ -66,7 +66,7 @@ def rerotation_witnesses(
 
 
 def random_keys(seed: int, count: int, head_dim: int) -> np.ndarray:
-    """Keys whose pairs often merge with a neighbour: x1 in [1, 2), and |x2| in [1/8, 1).
+    """Draws keys whose pairs often merge with a neighbour: x1 in [1, 2), and |x2| in [1/8, 1).
 
     Returns:
       float32 [count, H]; H even.
@@ -80,7 +80,7 @@ def random_keys(seed: int, count: int, head_dim: int) -> np.ndarray:
 def neighbour_codes(
     k_raw_NxH: np.ndarray, table: tables_lib.Table, scheme: keys.Scheme = keys.ENGINE_F32
 ) -> collisions.Codes:
-    """Where a key and its neighbour are stored as one, for every rotated pair alone.
+    """Tells where a key and its neighbour are stored as one, separately for every rotated pair.
 
     The neighbour of a pair is (x1, y), y the number next to x2 on the side away from zero. What is stored of a pair
     depends on that pair alone, so all pairs of a head are looked at together.

@@ -32,7 +32,7 @@ class Table:
         return self.cos_SxR.shape[0]
 
     def rows(self, position_T: np.ndarray | int) -> Rows:
-        """The rows of some positions; a negative one turns back: its sine is negated.
+        """Returns the rows of some positions; for a negative position the sine is negated.
 
         Args:
           position_T: integers, -S + 1 to S - 1: one, or [T].
@@ -68,7 +68,7 @@ class Rows:
 
 
 def make_table(encoding: encodings.Encoding, num_positions: int, *, rule: str = rotary_lib.ENGINE_RULE) -> Table:
-    """The table of S positions, as the engine makes it before it rounds it to the model dtype.
+    """Makes the table of S positions, as the engine does before it rounds to the model dtype.
 
     Exact: bit-equal to the engine's table under `ENGINE_RULE`.
 

@@ -48,7 +48,7 @@ class Changes:
 
 
 def patterns() -> np.ndarray:
-    """Every bfloat16 pattern once, in the order of its bits."""
+    """Returns every bfloat16 pattern once, in the order of their bits."""
     return np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
 
 
@@ -97,7 +97,7 @@ def _narrow(x_N: jax.Array) -> jax.Array:
 
 
 def _rotated(x_N: jax.Array, cos_TxR: jax.Array, sin_TxR: jax.Array) -> jax.Array:
-    """The engine's rotation of every pattern, with 1 as its partner."""
+    """Rotates every pattern as the engine does, with 1 as its partner."""
     pairs_TxNxH = jnp.stack([x_N, jnp.ones_like(x_N)], axis=1)[None]
     return rotary_lib.rotate(pairs_TxNxH, cos_TxR, sin_TxR)[0, :, 0]
 
@@ -107,7 +107,7 @@ def _blended(x_N: jax.Array, mask_N: jax.Array) -> jax.Array:
 
 
 def _picked(x_N: jax.Array, one_hot: jax.Array) -> jax.Array:
-    """Rows of 256 picked by a product with rows of the identity."""
+    """Selects rows of 256 by a product with rows of the identity."""
     return jnp.dot(one_hot, x_N.reshape(-1, 256)).reshape(-1)
 
 

@@ -109,14 +109,14 @@ class Programs:
     def _step(self, params, tables, cache, tokens_T, start, count) -> StepResult:
         hidden_TxD, cache = self._model.apply({"params": params}, tokens_T, tables, cache, start, count)
         mesh = self.config.mesh
-        rows = functools.partial(sharding_lib.kept_rows, mesh)
-        return StepResult(sharding_lib.kept_whole(mesh, hidden_TxD), jax.tree.map(rows, cache))
+        rows = functools.partial(sharding_lib.keep_rows, mesh)
+        return StepResult(sharding_lib.keep_whole(mesh, hidden_TxD), jax.tree.map(rows, cache))
 
     def _head(self, params, hidden_TxD, lane) -> tuple[jax.Array, ...]:
         lane_B = lane + jnp.arange(self.config.head_lanes, dtype=jnp.int32)
         hidden_BxD = jnp.take(hidden_TxD, lane_B, axis=0, mode="clip")
         logits_BxV = self._model.apply({"params": params}, hidden_BxD, method=self._model.head)
-        return tuple(sharding_lib.kept_whole(self.config.mesh, logits_BxV))
+        return tuple(sharding_lib.keep_whole(self.config.mesh, logits_BxV))
 
     @property
     def fingerprint(self) -> dict[str, str]:
