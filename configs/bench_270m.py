@@ -3,7 +3,7 @@
   bash workspace.sh peers
   bash workspace.sh bench --config=configs/bench_270m.py --peers --out=out/bench
 
-Without --peers: our side alone. `--config.widths=8,16` and the like shorten the curve; `()` leaves it out.
+Without --peers, only our side is measured. `--config.widths=8,16` and the like shorten the curve; `()` leaves it out.
 """
 
 import ml_collections

@@ -63,7 +63,7 @@ def unique(fields: list[tuple[str, object]]) -> dict:
 
 
 def rounded(value: int, digits: int) -> int:
-    """`value` to the nearest integer with so many significant binary digits, ties to even."""
+    """`value` to the nearest integer with that many significant binary digits, ties to even."""
     shift = value.bit_length() - digits
     if shift <= 0:
         return value

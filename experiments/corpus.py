@@ -25,7 +25,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @functools.cache
 def documents() -> tuple[str, ...]:
-    """The docstrings of `MODULES`, in their order in the sources."""
+    """Returns the docstrings of `MODULES`, in their order in the sources."""
     found = []
     for module in MODULES:
         spec = importlib.util.find_spec(module)
@@ -52,7 +52,7 @@ class Corpus:
     sha256: str
 
     def sample(self, first: int, num_tokens: int) -> tuple[int, ...]:
-        """`num_tokens` tokens: begin of text, then the documents from number `first` on."""
+        """Returns `num_tokens` tokens: begin of text, then the documents from number `first` on."""
         token_ids = [self.bos_id]
         while len(token_ids) < num_tokens:
             token_ids += self.documents[first % len(self.documents)]
@@ -61,7 +61,7 @@ class Corpus:
 
 
 def tokenize(model: kg.Model) -> Corpus:
-    """The corpus for a model; one without a tokenizer reads the UTF-8 bytes, modulo its vocabulary."""
+    """Returns the corpus for a model; one without a tokenizer reads the UTF-8 bytes, modulo its vocabulary."""
     texts = [text + "\n\n" for text in documents()]
     if model.tokenizer is None:
         ids = [tuple(byte % model.config.vocab_size for byte in text.encode()) for text in texts]

@@ -42,7 +42,7 @@ def stored(tmp_path_factory):
 
 @pytest.fixture
 def entry(stored, tmp_path):
-    """The path of an entry that a test may damage."""
+    """Returns the path of an entry that a test may damage."""
     artifact_id = make_artifact().artifact_id
     shutil.copytree(stored / artifact_id, tmp_path / artifact_id)
     return tmp_path / artifact_id

@@ -47,7 +47,7 @@ class Case:
 
     @functools.cache  # noqa: B019 - cases live as long as the tests
     def leaves(self, dtype: str) -> dict[str, jax.Array]:
-        """The parameters by path."""
+        """Returns the parameters by path."""
         found = {}
         for parameter in parameters_lib.parameters(self.config):
             stored = self.arrays[f"w/model.{parameter.name}"]
@@ -58,20 +58,20 @@ class Case:
         return found
 
     def params(self, dtype: str) -> parameters_lib.Params:
-        """The parameter tree."""
+        """Returns the parameter tree."""
         return parameters_lib.nest(self.leaves(dtype))
 
 
 @functools.cache
 def load(name: str) -> Case:
-    """The case `name`."""
+    """Returns the case `name`."""
     with np.load(DIRECTORY / f"{name}.npz") as file:
         arrays = {key: file[key] for key in file.files}
     return Case(name, arrays, config_of(json.loads(str(arrays["hf_config_json"]))))
 
 
 def config_of(hf: Mapping[str, Any]) -> config_lib.GemmaConfig:
-    """The configuration that a config.json of transformers 5.24 means."""
+    """Returns the configuration that a config.json of transformers 5.24 means."""
     is_gemma4 = hf["model_type"] != "gemma3_text"
     kinds = tuple(_KINDS[kind] for kind in hf["layer_types"])
     overrides = {int(layer): values for layer, values in hf.get("per_layer_config", {}).items()}

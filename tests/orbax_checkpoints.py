@@ -63,7 +63,7 @@ def weights(kind: str) -> assemble.Assembled:
 
 
 def arrays(kind: str) -> dict[str, np.ndarray]:
-    """The weights under DeepMind's names, as in the nested layout."""
+    """Returns the weights under DeepMind's names, as in the nested layout."""
     small = config(kind)
     tree = jax.tree.map(np.asarray, weights(kind).params)
     found = {
@@ -130,7 +130,7 @@ def _experts(layer: dict) -> dict[str, np.ndarray]:
 
 
 def flat(named: Mapping[str, np.ndarray], prefix: str = "transformer/") -> dict:
-    """The flat layout: one key per module, its parameters below it."""
+    """Returns the flat layout: one key per module, its parameters below it."""
     tree: dict[str, dict] = {}
     for name, array in named.items():
         name = f"{name}/w" if name.endswith(("/gating_einsum", "/linear")) else name
@@ -140,7 +140,7 @@ def flat(named: Mapping[str, np.ndarray], prefix: str = "transformer/") -> dict:
 
 
 def stacked(named: Mapping[str, np.ndarray], period: int = 6) -> dict:
-    """The flat layout with the layers of each place in the pattern stacked."""
+    """Returns the flat layout with the layers of each place in the pattern stacked."""
     layers: dict[str, list[np.ndarray]] = {}
     rest = {}
     for name, array in named.items():
@@ -153,7 +153,7 @@ def stacked(named: Mapping[str, np.ndarray], period: int = 6) -> dict:
 
 
 def nested(named: Mapping[str, np.ndarray]) -> dict:
-    """The nested layout."""
+    """Returns the nested layout."""
     tree: dict = {}
     for name, array in named.items():
         *parents, last = name.split("/")

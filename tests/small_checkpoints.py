@@ -38,7 +38,7 @@ BF16 = np.dtype(jnp.bfloat16)
 
 
 def leaves(params: parameters_lib.Params) -> dict[str, jax.Array]:
-    """The parameters by path."""
+    """Returns the parameters by path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     return {"/".join(key.key for key in path): leaf for path, leaf in flat}
 
@@ -107,7 +107,7 @@ def gemma4_config(config: config_lib.GemmaConfig) -> dict:
 
 
 def gemma4_saved_again(config: config_lib.GemmaConfig) -> dict:
-    """The same as a text model that was saved again: overrides for each full layer, with padded numbers."""
+    """Returns the same as a text model that was saved again: overrides for each full layer, with padded numbers."""
     text = gemma4_config(config)["text_config"]
     del text["global_head_dim"], text["num_global_key_value_heads"]
     if config.experts is not None:
@@ -119,7 +119,7 @@ def gemma4_saved_again(config: config_lib.GemmaConfig) -> dict:
 
 
 def unused(config: config_lib.GemmaConfig) -> dict[str, np.ndarray]:
-    """The keys and values of layers that share, as some exports hold them."""
+    """Returns the keys and values of layers that share, as some exports hold them."""
     found = {}
     for layer in range(config.num_kv_layers, config.num_layers):
         heads, width = config.attention(layer).num_kv_heads, config.attention(layer).head_dim
@@ -131,7 +131,7 @@ def unused(config: config_lib.GemmaConfig) -> dict[str, np.ndarray]:
 
 
 def old_config(config: config_lib.GemmaConfig) -> dict:
-    """The same with the keys of the first release, inside the wrapper of a multimodal model."""
+    """Returns the same with the keys of the first release, inside the wrapper of a multimodal model."""
     text = new_config(config)
     del text["layer_types"], text["rope_parameters"], text["eos_token_id"]
     text |= {
@@ -171,7 +171,7 @@ def write_safetensors(
 
 
 def gguf_metadata(config: config_lib.GemmaConfig) -> dict[str, object]:
-    """The metadata of a GGUF file."""
+    """Returns the metadata of a GGUF file."""
     full, sliding = config.full, config.sliding
     values = {
         "context_length": config.max_positions,
@@ -250,13 +250,13 @@ def write_gguf(
 
 
 def rotary_divisors(config: config_lib.GemmaConfig) -> dict[str, np.ndarray]:
-    """The tensor in which a Gemma 4 GGUF file repeats which pairs of a full layer rotate."""
+    """Returns the tensor in which a Gemma 4 GGUF file repeats which pairs of a full layer rotate."""
     pairs = config.full.head_dim // 2
     return {"rope_freqs.weight": np.where(np.arange(pairs) < pairs // 4, 1, 1e30).astype(np.float32)}
 
 
 def gguf_name(name: str) -> str:
-    """The name of a tensor in GGUF; one that has no public name stays as it is."""
+    """Returns the name of a tensor in GGUF; one that has no public name stays as it is."""
     tops = {public: name for name, public in gguf_file._TOP.items()}
     blocks = {public: name for name, public in gguf_file._BLOCK.items()}
     if not name.startswith("layers."):

@@ -169,7 +169,7 @@ def test_missing_or_extra_layer_is_refused():
 
 
 def dirty(cache: cache_lib.Cache, length: int, seed: int) -> cache_lib.Cache:
-    """The cache with random bit patterns, NaN and infinities among them, in every row from `length` on."""
+    """Returns the cache with random bit patterns, NaN and infinities among them, in every row from `length` on."""
     rng = np.random.default_rng(seed)
 
     def spoil(array_SxKxH: jax.Array) -> jax.Array:

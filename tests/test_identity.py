@@ -70,7 +70,7 @@ def params_digest(params) -> str:
 
 
 def one_ulp_off(model: model_lib.Model) -> model_lib.Model:
-    """The model with one weight moved to the next bfloat16, and the digest of those weights."""
+    """Returns the model with one weight moved to the next bfloat16, and the digest of those weights."""
     params = flax.core.unfreeze(model.params)
     kernel = np.array(params["layer_3"]["mlp"]["up_proj"]["kernel"])
     kernel.view(np.uint16)[5, 7] += 1

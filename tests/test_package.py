@@ -54,7 +54,7 @@ def _build_wheel(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> pathlib.Path:
-    """The wheel of the checkout."""
+    """Returns the wheel of the checkout."""
     return _build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 

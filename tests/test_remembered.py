@@ -21,7 +21,7 @@ def cache(monkeypatch, tmp_path) -> pathlib.Path:
 
 @pytest.fixture
 def hashed(monkeypatch) -> list[str]:
-    """The paths that were hashed."""
+    """Returns the paths that were hashed."""
     found, file_digest = [], digest.file_digest
     monkeypatch.setattr(digest, "file_digest", lambda path: found.append(path) or file_digest(path))
     return found

@@ -19,7 +19,7 @@ CAPACITY = 160
 
 @functools.cache
 def model(dtype: str = "bfloat16", uri: str = URI) -> model_lib.Model:
-    """The small model."""
+    """Returns the small model."""
     return load.load_model(uri, dtype)
 
 

@@ -46,7 +46,7 @@ def sentencepiece_model(controls_are_text: bool = True) -> bytes:
 
 @functools.cache
 def gguf_metadata() -> dict[str, object]:
-    """The same vocabulary as in a GGUF file: runs with real spaces, the unknown piece typed as control."""
+    """Returns the same vocabulary as in a GGUF file: runs with real spaces, the unknown piece typed as control."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     pieces, scores, types = [], [], []
     for token in range(processor.vocab_size()):
@@ -98,7 +98,7 @@ def tokenizer_json() -> bytes:
 
 @functools.cache
 def gguf_merges_metadata() -> dict[str, object]:
-    """The vocabulary of `tokenizer_json` as a GGUF file of Gemma 4 holds it."""
+    """Returns the vocabulary of `tokenizer_json` as a GGUF file of Gemma 4 holds it."""
     document = json.loads(tokenizer_json())
     vocab, merges = document["model"]["vocab"], document["model"]["merges"]
     kinds = {token["id"]: 3 if token["special"] else 4 for token in document["added_tokens"]}

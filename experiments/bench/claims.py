@@ -45,17 +45,17 @@ class Claim:
 
     @property
     def wanted(self) -> str:
-        """The limit with its direction."""
+        """Limit with its direction."""
         return f"{'>=' if self.is_minimum else '<='} {self.limit:g}"
 
 
 def best_peer_s(timings: Timings) -> float | None:
-    """Median seconds of the fastest peer; None where none took part."""
+    """Returns the median seconds of the fastest peer; None where none took part."""
     return min((timings[name].median_s for name in timings if name not in (OURS, GRAFT)), default=None)
 
 
 def claims(tasks: Mapping[str, Timings], memory: memory_lib.Memory | None) -> tuple[Claim, ...]:
-    """Every claim; ratios are how many times faster the first named is.
+    """Returns every claim; ratios are how many times faster the first named is.
 
     Args:
       tasks: timings of the contenders, by task.

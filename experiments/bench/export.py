@@ -26,7 +26,7 @@ def export(model: model_lib.Model, directory: pathlib.Path) -> None:
 
 
 def tensors(model: model_lib.Model) -> dict[str, np.ndarray]:
-    """The weights under their public names, in their stored shapes."""
+    """Returns the weights under their public names, in their stored shapes."""
     flat, _ = jax.tree_util.tree_flatten_with_path(model.params)
     leaves = {"/".join(key.key for key in path): leaf for path, leaf in flat}
     found = {}
@@ -39,7 +39,7 @@ def tensors(model: model_lib.Model) -> dict[str, np.ndarray]:
 
 
 def config_document(config: config_lib.GemmaConfig) -> dict[str, object]:
-    """The config.json of a Gemma 3 text model."""
+    """Returns the config.json of a Gemma 3 text model."""
 
     def rotary(attention: config_lib.AttentionConfig) -> dict[str, str | float]:
         scaling = {"rope_type": "default"}

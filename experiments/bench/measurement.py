@@ -120,7 +120,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path, peers_python: pa
       settings: what to measure.
       model: the model of the settings.
       out: for scratch files, which are removed.
-      peers_python: interpreter with the peers' requirements; None measures our side alone.
+      peers_python: interpreter with the peers' requirements; None measures only our side.
 
     Raises:
       ConfigError: the peers cannot run, or sizes that the model or engine does not accept.
@@ -148,7 +148,7 @@ def _measure(
     peer: peer_lib.Transformers | None,
     load_before: float,
 ) -> Outcome:
-    """Memory, one-time work, parts, tasks, curve."""
+    """Measures memory, one-time work, parts, tasks and the curve of widths."""
     once_s: dict[str, float] = {}
     memory = None
     if settings.memory_tokens:
@@ -209,7 +209,7 @@ def _findings(model: kg.Model, outcome: Outcome) -> harness.Findings:
 
 
 def _next_tokens(engine: kg.Engine, texts: ours_lib.Texts, peer: peer_lib.Transformers | None) -> dict[str, int]:
-    """The greedy token after the prompt, by contender; empty without peers."""
+    """Returns the greedy token after the prompt, by contender; empty without peers."""
     if peer is None:
         return {}
     ours = {claims_lib.OURS: int(np.argmax(engine.prefill(texts.prompt).logits))}
@@ -219,7 +219,7 @@ def _next_tokens(engine: kg.Engine, texts: ours_lib.Texts, peer: peer_lib.Transf
 def _contenders(
     engine: kg.Engine, ours: ours_lib.Ours, settings: Settings, peer: peer_lib.Transformers | None
 ) -> dict[str, dict[str, Callable[[], float]]]:
-    """By task, what each contender does; ours first."""
+    """Lists, for each task, what each contender does; ours comes first."""
     texts = ours.texts
     prompt = engine.prefill(texts.prompt)
     tasks = {
@@ -267,7 +267,7 @@ def _name(dtype: str) -> str:
 
 
 def _once(work: Callable[[], _Result]) -> tuple[_Result, float]:
-    """What `work` returns, and its seconds."""
+    """Runs `work`; returns its result and its seconds."""
     start = time.perf_counter()
     result = work()
     return result, time.perf_counter() - start

@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def loading_in_weights(self) -> float:
-        """The peak while loading, as a multiple of the weights."""
+        """Peak while loading, as a multiple of the weights."""
         return self.loading.peak_bytes / self.weights_bytes
 
     @property
@@ -105,7 +105,7 @@ class _Meter:
         self._forget_peak()
 
     def look(self) -> dict[str, int]:
-        """The peak since the last look, and what is resident now."""
+        """Returns the peak since the last call, and what is resident now."""
         gc.collect()
         resident = self._process.memory_info().rss
         found = {"peak": max(self._peak() or resident, resident), "resident": resident}
@@ -113,7 +113,7 @@ class _Meter:
         return found
 
     def _peak(self) -> int | None:
-        """The kernel's high-water mark; None where the system keeps none."""
+        """Reads the kernel's high-water mark; None where the system does not keep one."""
         try:
             lines = pathlib.Path("/proc/self/status").read_text().splitlines()
         except OSError:

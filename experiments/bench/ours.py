@@ -35,7 +35,7 @@ class Texts:
 
 
 def texts(model: kg.Model, prompt_tokens: int, context_tokens: int, question_tokens: int) -> Texts:
-    """Texts of these lengths out of the corpus."""
+    """Takes texts of these lengths from the corpus."""
     token_ids = list(corpus_lib.tokenize(model).sample(0, context_tokens + question_tokens))
     return Texts(token_ids[:prompt_tokens], token_ids[:context_tokens], token_ids[context_tokens:])
 
@@ -56,17 +56,17 @@ class Ours:
         self._num_deposits = 0
 
     def prefill_s(self, token_ids: Sequence[int]) -> float:
-        """Seconds until a fresh context has read the tokens and its next logits are there."""
+        """Measures the seconds until a fresh context has read the tokens and has its next logits."""
         return timing.timed(lambda: _arrays(self._engine.prefill(token_ids)))
 
     def decode_s(self, prompt: state_lib.State) -> float:
-        """Seconds of the greedy decode steps after a prompt, which is not counted."""
+        """Measures the seconds of greedy decode steps after a prompt, which is not counted."""
         return timing.timed(
             lambda: _arrays(self._engine.generate(prompt, max_new_tokens=self._decoded, stop_ids=())[1])
         )
 
     def capture(self, state: state_lib.State) -> kg.Artifact:
-        """An artifact of the state that no earlier one is equal to."""
+        """Captures an artifact that differs from all earlier ones."""
         self._num_deposits += 1
         return self._engine.capture(state, provenance={"deposit": self._num_deposits})
 
@@ -75,25 +75,25 @@ class Ours:
         self._artifact_id = kg.save_artifact(artifact, self._directory)
 
     def load(self) -> kg.Artifact:
-        """The artifact that was saved last, from its files, every byte verified."""
+        """Loads the artifact that was saved last, with every byte verified."""
         return kg.load_artifact(self._directory, self._artifact_id)
 
     def graft_s(self) -> float:
-        """Seconds from the artifact's files to a fresh context that holds its rows, verification included."""
+        """Measures the seconds from the artifact's files to a fresh context with its rows, verification included."""
         return timing.timed(lambda: _arrays(self._engine.graft(self.load())))
 
     def graft_and_answer_s(self) -> float:
-        """Seconds from the artifact's files to the first token after the question."""
+        """Measures the seconds from the artifact's files to the first token after the question."""
         return timing.timed(
             lambda: int(self._engine.extend(self._engine.graft(self.load()), self.texts.question).logits.argmax())
         )
 
     def disk_bytes(self) -> int:
-        """Bytes of all files of the artifact that was saved last."""
+        """Returns the bytes of all files of the artifact that was saved last."""
         return sum(path.stat().st_size for path in self._files())
 
     def parts(self, step_starts: Sequence[int], repeats: int) -> dict[str, timing.Timing]:
-        """The same work by part, in an order in which every first call compiles what that part alone needs."""
+        """Measures the same work by part, in an order in which each first call compiles only what its part needs."""
         engine, runner = self._engine, self._engine.runner
         found = {f"step at {start}": timing.measure(self._step(start), repeats) for start in step_starts}
         hidden_TxD = self._step(0)().hidden_TxD
@@ -112,7 +112,7 @@ class Ours:
         return found
 
     def _step(self, start: int) -> Callable[[], step_lib.StepResult]:
-        """One step with a token in every lane, on a cache of its own that it hands on from call to call."""
+        """Makes one step with a token in every lane, on a cache that it passes from call to call."""
         runner, config = self._engine.runner, self._engine.step_config
         cache = config.make_cache(self._engine.capacity)
         (read,) = step_lib.cut(self.texts.context[: config.width], start, config.width)

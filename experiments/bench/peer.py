@@ -41,7 +41,7 @@ class Transformers:
           threads: of torch.
 
         Raises:
-          ConfigError: there is no such interpreter, or the worker cannot load the model.
+          ConfigError: the interpreter is missing, or the worker cannot load the model.
         """
         if not pathlib.Path(python).is_file():
             raise errors.ConfigError(f"peers: found no {python}; run: bash workspace.sh peers")
@@ -58,15 +58,15 @@ class Transformers:
         self.description = Description(**loaded)
 
     def prefill(self, dtype: str, token_ids: Sequence[int]) -> float:
-        """Seconds until a fresh context has read all tokens and named the next one."""
+        """Measures the seconds until a fresh context has read all tokens and named the next one."""
         return self._ask("prefill", {"dtype": dtype, "token_ids": token_ids})["seconds"]
 
     def next_token(self, dtype: str, token_ids: Sequence[int]) -> int:
-        """The greedy next token."""
+        """Returns the greedy next token."""
         return self._ask("prefill", {"dtype": dtype, "token_ids": token_ids})["token_id"]
 
     def decode(self, dtype: str, cache: str, token_ids: Sequence[int], new_tokens: int) -> float:
-        """Seconds of `new_tokens` greedy decode steps after the prompt, which is not counted."""
+        """Measures the seconds of `new_tokens` greedy decode steps after the prompt, which is not counted."""
         request = {"dtype": dtype, "cache": cache, "token_ids": token_ids, "new_tokens": new_tokens}
         return self._ask("decode", request)["seconds"]
 

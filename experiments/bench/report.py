@@ -66,7 +66,7 @@ class Measured:
 
 
 def figures(measured: Measured) -> Mappings:
-    """What stands at the top: wanted and got, then speeds, then where the time and the memory go."""
+    """Makes the tables at the top: wanted and got, then speeds, then where time and memory go."""
     found: Mappings = {
         claim.name: {"wanted": claim.wanted, "got": "not measured"}
         if claim.got is None
@@ -105,7 +105,7 @@ def figures(measured: Measured) -> Mappings:
 
 
 def rows(measured: Measured) -> list[dict[str, str | int | float]]:
-    """One row per contender and task, and per part."""
+    """Returns one row per contender and task, and per part."""
     found = []
     for task, contenders in measured.tasks.items():
         for name, timing_ in contenders.items():
@@ -140,5 +140,5 @@ def _all_rounded(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more would be noise."""
+    """Rounds to four digits; more would be noise."""
     return float(f"{value:.4g}")

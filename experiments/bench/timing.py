@@ -24,7 +24,7 @@ class Timing:
 
     @property
     def median_s(self) -> float:
-        """The steady state."""
+        """Steady state."""
         return statistics.median(self.runs_s)
 
 
@@ -32,7 +32,7 @@ REST_S = 0.5  # before each turn: threads of the contender before it spin on for
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of one call, until the arrays in the pytree that it returns are there."""
+    """Measures the seconds of one call, until the arrays in the pytree that it returns are ready."""
     start = time.perf_counter()
     jax.block_until_ready(work())
     return time.perf_counter() - start

@@ -63,11 +63,11 @@ class Item:
     artifact_id: str
 
     def is_right(self, answer: Answer) -> bool:
-        """Whether the model gave the answer and nothing else."""
+        """Tells whether the model gave the answer and nothing else."""
         return answer.text == self.answer
 
     def is_named(self, answer: Answer) -> bool:
-        """Whether the right number stands anywhere in what the model wrote."""
+        """Tells whether the right number occurs anywhere in what the model wrote."""
         return self.answer in re.findall(r"\d+", answer.text.replace(",", ""))
 
 
@@ -122,7 +122,7 @@ class Respondent:
         return Answer(self._text(tokens), len(tokens), time.perf_counter() - began)
 
     def work_out(self, question: str) -> tuple[str, Answer]:
-        """From nothing: lets the model write a solution first; returns what it wrote, and the answer with its cost."""
+        """Lets the model write a solution first; returns what it wrote, and the answer with its cost."""
         began = time.perf_counter()
         state = self._read(f"Problem: {question}\nSolution:", None)
         working, state = self.engine.generate(state, max_new_tokens=WORKING_TOKENS)
@@ -286,7 +286,7 @@ def show_answers(
 
 
 def judge(answers: Sequence[Answers]) -> list[Check]:
-    """What has to hold of the answers; a number that stands beside others counts as named, but not as right."""
+    """Lists the checks on the answers; a number among others counts as named, but not as right."""
     counts = {
         "from nothing, every try of the model is wrong": [not any(map(a.item.is_named, a.tries)) for a in answers],
         "after its graft, the model is right": [a.item.is_right(a.grafted) for a in answers],
@@ -345,7 +345,7 @@ def show_damage(artifact_id: str, directory: pathlib.Path, scratch: pathlib.Path
 
 
 def run(root: pathlib.Path, seed: int, samples: int) -> int:
-    """The whole demo, in a directory; returns the exit code."""
+    """Runs the whole demo in a directory; returns the exit code."""
     began = time.perf_counter()
     engine = kg.Engine(kg.load_model(MODEL, DTYPE), capacity=CAPACITY)
     respondent = Respondent(engine)

@@ -41,13 +41,13 @@ class Problem:
 
     @property
     def deposit(self) -> str:
-        """The text that is deposited."""
+        """Text that is deposited."""
         final = f"So the final answer is \\boxed{{{self.answer}}}."
         return f"Problem: {self.question}\nAnswer: {self.answer}\nSolution: {self.solution} {final}\n\n"
 
     @property
     def query(self) -> str:
-        """The text that asks for the answer, with or without a deposit before it."""
+        """Text that asks for the answer, with or without a deposit before it."""
         return f"Problem: {self.question}\nSo the final answer is \\boxed{{"
 
 
@@ -70,7 +70,7 @@ class Fact:
 
     @property
     def query(self) -> str:
-        """The text that asks for the number."""
+        """Text that asks for the number."""
         return f"Question: {self.question}\nAnswer:"
 
     @property
@@ -112,13 +112,13 @@ def verify(problem: Problem) -> Verification:
 
 
 def draw_facts(count: int, seed: int) -> tuple[Fact, ...]:
-    """Facts about people of different names; the numbers have four digits."""
+    """Draws facts about people of different names; the numbers have four digits."""
     rng = random.Random(seed)
     return tuple(Fact(name, str(rng.randint(1000, 9999))) for name in rng.sample(_NAMES, count))
 
 
 def problems() -> tuple[Problem, ...]:
-    """The problems of the demo."""
+    """Returns the problems of the demo."""
     return (
         Problem(
             "What is the remainder when 7^222 is divided by 1000?",
@@ -160,7 +160,7 @@ def _eighth_term() -> int:
 
 
 def _evaluate(text: str) -> int:
-    """Value of an expression of integers, + - * ^ mod and parentheses; anything else is a `ValueError`."""
+    """Evaluates an expression of integers, + - * ^ mod and parentheses; anything else is a `ValueError`."""
 
     def value(node: ast.expr) -> int:
         match node:

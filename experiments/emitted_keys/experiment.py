@@ -128,7 +128,7 @@ def compare(found_TxH: jax.Array, fresh_TxH: jax.Array) -> Luck:
 
 
 def plan_texts(corpus: corpus_lib.Corpus, num_texts: int, num_tokens: int) -> list[tuple[int, ...]]:
-    """Begin of text, then the next tokens of the corpus, none of them twice.
+    """Returns begin of text and then the next tokens of the corpus, each used once.
 
     Raises:
       InputError: the corpus is shorter.
@@ -202,7 +202,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
 
 
 def _unlike_the_step(engine: kg.Engine, text: Sequence[int], k_raw: Sequence[np.ndarray]) -> int:
-    """Elements in which the keys of a text, rotated, differ from those that the engine's step leaves in the cache."""
+    """Counts elements in which a text's rotated keys differ from those that the engine's step left in the cache."""
     config, state, count = engine.model.config, engine.prefill(text), 0
     for layer, k_raw_TxKxH in enumerate(k_raw):
         attention = config.attention(layer)
@@ -215,7 +215,7 @@ def _unlike_the_step(engine: kg.Engine, text: Sequence[int], k_raw: Sequence[np.
 
 
 def _move(settings: Settings, table: tables.Table, k_raw_BxTxKxH: np.ndarray) -> Iterator[tuple[tuple[int, str], Luck]]:
-    """Every shift by every method, of keys of positions 1, 2, ... in each text; at 0 the copy too, which is no move."""
+    """Measures every shift by every method for keys of positions 1, 2, ...; at shift 0 the plain copy too."""
     num_texts, num_tokens, num_kv_heads, head_dim = k_raw_BxTxKxH.shape
     k_raw_TxH = jnp.asarray(k_raw_BxTxKxH.reshape(-1, head_dim))
     position_T = np.tile(np.repeat(np.arange(1, num_tokens + 1), num_kv_heads), num_texts)
@@ -230,7 +230,7 @@ def _move(settings: Settings, table: tables.Table, k_raw_BxTxKxH: np.ndarray) ->
 
 
 def _from_0(settings: Settings, table: tables.Table, k_raw_BxKxH: np.ndarray) -> Luck:
-    """Keys stored at position 0, where nothing was rotated, turned on by every shift."""
+    """Measures keys stored at position 0, which were not rotated yet, after rotation by every shift."""
     k_raw_TxH = jnp.asarray(k_raw_BxKxH.reshape(-1, k_raw_BxKxH.shape[-1]))
     k_rot_TxH = keys.fresh_key(k_raw_TxH, table, 0, SCHEME)
     lucks = [
@@ -243,7 +243,7 @@ def _from_0(settings: Settings, table: tables.Table, k_raw_BxKxH: np.ndarray) ->
 def _best(
     settings: Settings, kind: config_lib.LayerKind, table: tables.Table, raw: Sequence[Sequence[np.ndarray]]
 ) -> list[dict]:
-    """Lower bounds for every function of the stored key, pair by pair: keys that become one where they stay two."""
+    """Bounds every function of the stored key from below, pair by pair: keys that merge here and part elsewhere."""
     every = [layers[layer].reshape(-1, kind.attention.head_dim) for layer in kind.layers for layers in raw]
     every_TxH = np.concatenate(every)
     k_raw_TxH = jnp.asarray(every_TxH[:: len(every_TxH) // settings.min_keys][: settings.min_keys])
@@ -266,14 +266,14 @@ def _best(
 
 
 def _pair_codes(k_raw_TxH: jax.Array, table: tables.Table, position: int) -> np.ndarray:
-    """One integer per key and pair, of keys rotated to one position: uint32 [T, R]."""
+    """Returns one integer per key and pair, of keys rotated to one position: uint32 [T, R]."""
     k_rot_TxH = np.asarray(keys.fresh_key(k_raw_TxH, table, position, SCHEME))
     k_rot_TxRx2 = np.stack(np.split(k_rot_TxH, 2, axis=1), axis=-1)
     return decoders.pair_codes(k_rot_TxRx2.reshape(-1, 2)).reshape(k_rot_TxRx2.shape[:2])
 
 
 def _row(kind: str, shift: int, method: str, luck: Luck) -> dict:
-    """One line of the results. A pair that never came back counts as having done so once in `heads_expected_log10`."""
+    """Makes one row of the results. In `heads_expected_log10` a pair that never came back counts as once."""
     share_R = np.maximum(luck.pair_R, 1) / luck.keys
     return {
         "kind": kind,
@@ -293,7 +293,7 @@ def _row(kind: str, shift: int, method: str, luck: Luck) -> dict:
 
 
 def _pair_rows(lucks: dict[int, Luck]) -> list[dict]:
-    """One line per pair, turned on by each shift."""
+    """Makes one row per pair and shift."""
     num_pairs = len(next(iter(lucks.values())).pair_R)
     return [
         {"pair": pair, **{f"d = {shift}": int(luck.pair_R[pair]) for shift, luck in lucks.items()}}
@@ -329,14 +329,14 @@ def _most(rows: list[dict]) -> float:
 
 
 def _plot(pair_tables: dict[str, dict[int, Luck]], path: pathlib.Path) -> None:
-    """Share of keys that come back, by rotary pair; one panel per attention kind, one line per shift."""
+    """Plots the share of keys that come back, by rotary pair: one panel per attention kind, one line per shift."""
     figure = figure_lib.Figure(figsize=(6 * len(pair_tables), 4.5), layout="constrained")
     panels = figure.subplots(1, len(pair_tables), squeeze=False, sharey=True)[0]
     for axes, (kind, lucks) in zip(panels, pair_tables.items(), strict=True):
         for number, (shift, luck) in enumerate(lucks.items()):
             share_R = 100 * luck.pair_R / luck.keys
             axes.plot(share_R, color=f"C{number}", linewidth=1, label=f"d = {shift:,}: {luck.heads:,} whole")
-        axes.set(xlabel="rotary pair", title=f"{kind}: {luck.keys:,} keys, turned on by d")
+        axes.set(xlabel="rotary pair", title=f"{kind}: {luck.keys:,} keys, rotated by d")
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=7, loc="lower center", ncols=2)
     panels[0].set_ylabel("percent of keys whose pair is the fresh one")

@@ -138,7 +138,7 @@ def plan_samples(settings: Settings, window: int | None, corpus: corpus_lib.Corp
 
 
 def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findings:
-    """The donor's part; then the recipient, in a new process; then the comparison."""
+    """Runs the donor, then the recipient in a new process, then the comparison."""
     corpus = corpus_lib.tokenize(model)
     window = model.config.sliding.window
     samples = plan_samples(settings, window, corpus)
@@ -182,7 +182,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
 
 
 def recipient(scratch: pathlib.Path) -> int:
-    """The part of the new process: load, graft, read on, decode; writes hashes, KL and argmax to a file. Returns 0."""
+    """Runs the new process: loads, grafts, reads on, decodes; writes hashes, KL and argmax to a file; returns 0."""
     job = json.loads((scratch / _JOB).read_text())
     settings = Settings(**job["settings"])
     model = kg.load_model(settings.model, settings.dtype, mesh=kg.make_mesh(job["mesh"]))
@@ -208,7 +208,7 @@ def recipient(scratch: pathlib.Path) -> int:
 def _donate(
     settings: Settings, engine: kg.Engine, samples: Sequence[Sample], scratch: pathlib.Path
 ) -> tuple[list[str], list[Hashes]]:
-    """Artifact ids, and hashes of the fresh contexts; artifacts and fresh logits go to files."""
+    """Returns artifact ids and hashes of the fresh contexts; writes artifacts and fresh logits to files."""
     shape = (len(samples), engine.model.config.vocab_size)
     logits_LxV = np.lib.format.open_memmap(scratch / _LOGITS, mode="w+", dtype=np.float32, shape=shape)
     artifact_ids, fresh = [], []
@@ -246,7 +246,7 @@ def _hashes(engine: kg.Engine, state: kg.State, decode_steps: int) -> Hashes:
 
 
 def _row(number: int, sample: Sample, artifact_id: str, fresh: Hashes, grafted: dict) -> dict:
-    """One line of the results; without hashes where the graft was refused."""
+    """Makes one row of the results, without hashes where the graft was refused."""
     hashes = Hashes("", "", -1, ()) if grafted["hashes"] is None else Hashes(**grafted["hashes"])
     steps = tuple(hashes.decode)
     return {
@@ -287,7 +287,7 @@ def _figures(rows: Sequence[dict]) -> dict:
 
 
 def _plot(rows: Sequence[dict], window: int | None, kv_block: int, path: pathlib.Path) -> None:
-    """Length and cut of every sample, with the window and the K/V blocks; a sample with a difference is red."""
+    """Plots length and cut of every sample, with the window and the K/V blocks; a difference is red."""
     figure = figure_lib.Figure(figsize=(6, 5), layout="constrained")
     axes = figure.subplots()
     longest = max(row["tokens"] for row in rows)

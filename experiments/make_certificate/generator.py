@@ -33,7 +33,7 @@ def find_key_pairs(
     pool: int = 1024,
     seed: int = 0,
 ) -> np.ndarray:
-    """Key pairs by which every position's key decides no other position's key.
+    """Finds key pairs that show that no position's key decides another position's key.
 
     Args:
       encoding, rule, num_positions: as for `collision_codes`.
@@ -78,7 +78,7 @@ def find_key_pairs(
 
 
 def certificate(encoding: encodings.Encoding, rule: str, num_positions: int, key_pairs_Mx4: np.ndarray) -> str:
-    """The text of a certificate: its digest comes last."""
+    """Returns the text of a certificate: its digest comes last."""
     document = {
         **check_certificate.CONSTANTS,
         **check_certificate.MARGINS[rule],
@@ -122,7 +122,7 @@ def run(
 
 
 def default_pairs(encoding: encodings.Encoding, rule: str) -> tuple[int, ...]:
-    """Pair 0 and seven others: under 'real' slow ones, whose angles are known well but which do turn."""
+    """Returns pair 0 and seven others; under 'real', slow pairs that still rotate and whose angles are known well."""
     rotated_R = encoding.frequencies()[: encoding.num_rotated_pairs]
     fits_R = (rotated_R < 0.04) & (rotated_R > 0.0003) if rule == collisions.REAL else rotated_R < rotated_R[0]
     slow = np.flatnonzero(fits_R)
@@ -140,7 +140,7 @@ def _draw(rng: np.random.Generator, pairs: tuple[int, ...], count: int) -> np.nd
 
 
 def _sample(rng: np.random.Generator, open_SxW: np.ndarray) -> np.ndarray:
-    """Open pairs (p, p') drawn at random with repetition, [SAMPLE, 2]; all of them where there are fewer."""
+    """Draws open pairs (p, p') at random with repetition, [SAMPLE, 2]; returns all where there are fewer."""
     count_S = np.array([np.bitwise_count(open_W).sum(dtype=np.int64) for open_W in open_SxW])
     total = int(count_S.sum())
     ranks = np.arange(total) if total < SAMPLE else np.sort(rng.integers(total, size=SAMPLE))

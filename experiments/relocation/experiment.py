@@ -5,7 +5,7 @@ compared with a context fresh at d: the engine's own program, given rotary table
 stands a probe in which nothing is grafted: the context fresh at d against the one fresh at 0. What the probe shows is
 the model's own sensitivity to its positions, for which no way to move a deposit is to blame.
 
-Three ways: stored keys turned on by d; stored keys turned back to 0 and rotated anew; keys kept from before rotation
+Three ways: stored keys rotated by d; stored keys turned back to 0 and rotated anew; keys kept from before rotation
 and rotated where they go. Values are copied.
 """
 
@@ -101,7 +101,7 @@ class Measurement:
 
 
 def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findings:
-    """Every dtype, text, shift and way; then the checks."""
+    """Measures every dtype, text, shift and way, then makes the checks."""
     corpus = corpus_lib.tokenize(model)
     rng = np.random.default_rng(settings.seed)
     texts = [
@@ -171,7 +171,7 @@ def _measure(settings: Settings, engine: kg.Engine, text: Sequence[int]) -> Iter
 
 
 def _row(settings: Settings, model: kg.Model, cell: Cell, group: list[Measurement]) -> dict:
-    """One line of the results: the texts of a cell together."""
+    """Makes one row of the results from the texts of a cell."""
     config = model.config
     heads = [config.attention(layer) for layer in range(config.num_kv_layers)]
     elements = cell.document_tokens * len(group) * sum(head.num_kv_heads * head.head_dim for head in heads)
@@ -197,7 +197,7 @@ def _row(settings: Settings, model: kg.Model, cell: Cell, group: list[Measuremen
 
 
 def _layer_rows(cells: dict[Cell, list[Measurement]], side: int) -> list[dict]:
-    """Per cell, bits that differ in each layer's keys (side 0) or values (1), which are the same for all ways."""
+    """Returns, per cell, the bits that differ in each layer's keys (side 0) or values (side 1)."""
     rows = []
     for cell, group in cells.items():
         if side == 0 or cell.way == relocated.WAYS[0]:
@@ -208,7 +208,7 @@ def _layer_rows(cells: dict[Cell, list[Measurement]], side: int) -> list[dict]:
 
 
 def _refuses(engine: kg.Engine, text: Sequence[int], shift: int) -> bool:
-    """Whether the engine refuses to graft elsewhere, and to deposit a state that was moved all the same."""
+    """Tells whether the engine refuses to graft elsewhere, and to deposit a state that was moved anyway."""
     artifact = engine.capture(engine.prefill(text[:1]), policy=manifest.FULL)
     state = relocated.relocated(engine, artifact, real_keys.raw_keys(engine, text[:1]), shift, keys.REROTATE)
     try:
@@ -245,7 +245,7 @@ def _checks(
 
 
 def _means(rows: list[dict], dtype: str) -> dict[str, float]:
-    """Mean KL over the d other than 0, of each way and of the probe."""
+    """Returns the mean KL of each way and of the probe, over every d but 0."""
     moved = [row for row in rows if row["shift"] and row["dtype"] == dtype]
     means = {way: np.mean([row["kl_nats_mean"] for row in moved if row["way"] == way]) for way in relocated.WAYS}
     means["probe"] = np.mean([row["probe_kl_nats_mean"] for row in moved])
@@ -253,7 +253,7 @@ def _means(rows: list[dict], dtype: str) -> dict[str, float]:
 
 
 def _attribution(settings: Settings, rows: list[dict]) -> list[dict]:
-    """The means by dtype, window and size of d: which of the three makes the difference?"""
+    """Returns the means by dtype, window and size of d: which of the three makes the difference?"""
     cells: dict[tuple[str, str, str], list[dict]] = {}
     for row in rows:
         if row["shift"]:

@@ -9,14 +9,14 @@ from matplotlib import axes as axes_lib
 from matplotlib import figure as figure_lib
 
 _STYLES = {
-    "rerotate": ("tab:red", "o", "turned on by d"),
+    "rerotate": ("tab:red", "o", "rotated by d"),
     "unrotate": ("tab:orange", "s", "turned back, rotated anew"),
     "prerotary": ("tab:blue", "^", "kept before rotation"),
 }
 
 
 def draw(rows: Sequence[dict], shifts: Sequence[int], path: pathlib.Path) -> None:
-    """One column per dtype and document length, mean KL above, share of bits below.
+    """Plots one column per dtype and document length: mean KL above, share of bits below.
 
     Args:
       rows: of the experiment's result.
@@ -44,7 +44,7 @@ def draw(rows: Sequence[dict], shifts: Sequence[int], path: pathlib.Path) -> Non
 
 
 def _lines(axes: axes_lib.Axes, rows: Sequence[dict], name: str) -> None:
-    """One line per way; its point at the own position is exactly 0."""
+    """Draws one line per way; its point at the own position is exactly 0."""
     for way, (colour, marker, label) in _STYLES.items():
         heights = [row[name] for row in rows if row["way"] == way]
         axes.plot(range(len(heights)), heights, color=colour, marker=marker, markersize=4, label=label)

@@ -19,13 +19,13 @@ SCHEMES = {"bfloat16": keys.ENGINE_BF16, "float32": keys.ENGINE_F32}
 
 
 def make_table(attention: config_lib.AttentionConfig, num_positions: int) -> tables.Table:
-    """The rotary table of an attention kind, of any head width."""
+    """Returns the rotary table of an attention kind, of any head width."""
     encoding = encodings.Encoding(f"{attention.head_dim} wide", attention.head_dim, attention.rotary)
     return tables.make_table(encoding, num_positions)
 
 
 def raw_keys(engine: kg.Engine, token_ids: Sequence[int]) -> list[np.ndarray]:
-    """The keys of a text in a fresh context after their norm and before rotation: per layer that owns some, [T, K, H].
+    """Collects a text's keys in a fresh context, after norm and before rotation: [T, K, H] per layer that owns keys.
 
     Exact: rotated, they are the engine's keys in every bit wherever that was looked at. The step has no such output, so
       a second program of the same layers collects them; both experiments compare it with the step and fail where the
@@ -50,7 +50,7 @@ def raw_keys(engine: kg.Engine, token_ids: Sequence[int]) -> list[np.ndarray]:
 
 @functools.lru_cache(maxsize=16)
 def _program(config: step_lib.StepConfig) -> Callable:
-    """The step of a configuration that also gives out what every key norm returns; the cache is donated.
+    """Compiles the step of a configuration with one more output, the result of every key norm; donates the cache.
 
     It gives out everything that the step does: the compiler would drop what nothing hangs on, and round the rest of the
     last layer otherwise.

@@ -56,24 +56,24 @@ class Difference:
 
 
 def num_slots(engine: kg.Engine) -> int:
-    """Slots of the engine's caches, which is also the length of its tables."""
+    """Returns the number of slots of the engine's caches, which is also the length of its tables."""
     return engine.step_config.num_slots(engine.capacity)
 
 
 def shifted(engine: kg.Engine, tables: rotary_lib.RotaryTables, shift: int) -> run_lib.Runner:
-    """The engine's runner with slot s at position s + shift: same programs, same shapes, other rows of the table."""
+    """Moves the engine's runner: slot s at position s + shift, with the same programs and other rows of the table."""
     rows = slice(shift, shift + num_slots(engine))
     return dataclasses.replace(engine.runner, tables=jax.tree.map(lambda table_SxR: table_SxR[rows], tables))
 
 
 def fresh(engine: kg.Engine, runner: run_lib.Runner, document: Sequence[int], tail: Sequence[int]) -> Context:
-    """A text read from slot 0 on, where a runner puts it."""
+    """Reads a text from slot 0 on with a runner."""
     cache = engine.step_config.make_cache(engine.capacity)
     return read_tail(runner, run_lib.run(runner, cache, document, 0).cache, tail, len(document))
 
 
 def relocated(engine: kg.Engine, artifact: kg.Artifact, k_raw: Sequence[np.ndarray], shift: int, way: str) -> kg.State:
-    """The state of an artifact moved by `shift`, labelled inexact unless it stays where it was.
+    """Returns the state of an artifact moved by `shift`, labelled inexact unless it stays where it was.
 
     At shift 0 stored keys are copied, by the engine's own graft; keys from before rotation are rotated there too.
 
@@ -120,7 +120,7 @@ def read_tail(runner: run_lib.Runner, cache: cache_lib.Cache, tail: Sequence[int
 
 
 def difference(wanted: Context, found: Context) -> Difference:
-    """How `found` differs from `wanted`."""
+    """Tells how `found` differs from `wanted`."""
     unequal = [
         [a ^ b for a, b in zip(*layers, strict=True)] for layers in zip(wanted.kv_bits, found.kv_bits, strict=True)
     ]

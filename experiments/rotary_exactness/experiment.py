@@ -38,7 +38,7 @@ class Settings:
       num_keys: keys per encoding.
       num_positions: length of the tables.
       moves: (position, shift) that every method tries.
-      swept_position: from here keys are turned on by 0 and all powers of two, both ways.
+      swept_position: from here keys are rotated by 0 and by all powers of two, both ways.
       f32_positions, bf16_positions: of the tables whose compositions are counted.
       program_shifts, program_positions: shifts and positions that the engine's float32 program decides.
       row_positions: of the tables whose rows are compared.

@@ -257,7 +257,7 @@ def _values(engine: kg.Engine, token_ids: Sequence[int], shifts: Sequence[int]) 
 
 
 def _drift(seed: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """99th percentile of |moved - fresh| / (2^-24 |k|) for float32 keys turned on by half their position.
+    """99th percentile of |moved - fresh| / (2^-24 |k|) for float32 keys rotated by half their position.
 
     The largest of eight neighbouring moves: where the rounded angles happen to add up, the error is that of pair 0.
     """

@@ -102,7 +102,7 @@ def _by_shift(position: int, shifts: Sequence[int], share: Mapping[tuple[str, st
         axes.set(
             xlabel="shift in positions", ylabel="percent of elements that differ", xlim=(-0.3, None), ylim=(-2, None)
         )
-        axes.set_title(f"Keys turned on from p = {position:,} against fresh ones")
+        axes.set_title(f"Keys rotated on from p = {position:,} against fresh ones")
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 

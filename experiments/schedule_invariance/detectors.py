@@ -2,7 +2,7 @@
 
 Three are what a usual server does (cut freely, batch with `vmap`, run another width), two are damage inside the valid
 slots. Other shapes round alike for some sizes and machines, so a detector tries settings until one shows a difference,
-and the results list every try. A request in company is compared with the same program alone.
+and the results list every try. A request beside others is compared with the same program on its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Try:
 
 
 def tries(bench: Bench, width: int) -> Iterator[Try]:
-    """All settings, in the order in which they are tried; those that differ on most machines come first."""
+    """Yields all settings in the order of trying; those that differ on most machines come first."""
     narrow, wide = max(2, width // 8), 4 * width
     for other in (narrow, wide):
         yield Try("another_width", f"width {other}", functools.partial(bench.alone, other))
@@ -70,7 +70,7 @@ class Bench:
         self._alone: dict[int, tuple[schedules.Outcome, schedules.Checkpoints]] = {}
 
     def alone(self, width: int) -> schedules.Outcome:
-        """The whole text by itself through a program of this width; computed once."""
+        """Reads the whole text by itself through a program of this width; computed once."""
         return self._read_alone(width)[0]
 
     def _read_alone(self, width: int) -> tuple[schedules.Outcome, schedules.Checkpoints]:
@@ -80,7 +80,7 @@ class Bench:
         return self._alone[width]
 
     def chunked(self, widths: Sequence[int]) -> schedules.Outcome:
-        """Chunks of these sizes, the last of them again and again, each through a program of its own width."""
+        """Reads the text in chunks of these sizes, repeating the last, each through a program of its own width."""
         return self._chunked(widths, schedules.Checkpoints(self._checkpoints))
 
     def _chunked(self, widths: Sequence[int], watch: schedules.Checkpoints) -> schedules.Outcome:
@@ -94,7 +94,7 @@ class Bench:
         return self._outcome(cache, run_lib.next_logits(runner, result), watch)
 
     def company(self, requests: int, width: int) -> schedules.Outcome:
-        """The last tokens read as the first of several requests that one `vmap` runs side by side.
+        """Reads the last tokens as the first of several requests that one `vmap` runs side by side.
 
         The requests begin as copies of the text read alone, through the same width; the rows of its last tokens are
         overwritten by those that the company computes.
@@ -118,7 +118,7 @@ class Bench:
         return self._outcome(own_cache, run_lib.next_logits(runner, last), watch)
 
     def flipped(self) -> schedules.Outcome:
-        """One bit of a key changes before the last token is read."""
+        """Changes one bit of a key before it reads the last token."""
 
         def damage(cache: cache_lib.Cache, newest: int) -> cache_lib.Cache:
             k_rot_SxKxH = np.array(cache.layers[0].k_rot_SxKxH)
@@ -129,11 +129,11 @@ class Bench:
         return self._damaged(damage)
 
     def poisoned(self) -> schedules.Outcome:
-        """The newest row is taken for a dead one and buried under NaN before the last token is read."""
+        """Overwrites the newest row with NaN, as if it were unused, before it reads the last token."""
 
         def damage(cache: cache_lib.Cache, newest: int) -> cache_lib.Cache:
             rng = np.random.default_rng(0)
-            return schedules.bury(cache, self._engine.model.config, 0, newest, schedules.NAN, rng)
+            return schedules.fill_unused(cache, self._engine.model.config, 0, newest, schedules.NAN, rng)
 
         return self._damaged(damage)
 

@@ -36,7 +36,7 @@ class Settings:
       schedules: how many.
       text_tokens: length of the text.
       capacities: of the contexts; each is compiled once.
-      single_steps: every tenth schedule ends in so many single-token steps, or more.
+      single_steps: every tenth schedule ends in this many single-token steps, or more.
     """
 
     model: str
@@ -121,7 +121,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
 
 
 def place_checkpoints(settings: Settings, window: int | None) -> tuple[int, ...]:
-    """Positions whose logits are hashed besides the last: the first, around a K/V block and the window, the middle."""
+    """Returns the positions whose logits are hashed: first, middle, last, and around a K/V block and the window."""
     last = settings.text_tokens - 1
     wanted = {0, settings.kv_block - 1, settings.kv_block, (window or 1) - 1, window or 0, last // 2}
     return tuple(sorted(position for position in wanted if position < last))
@@ -170,7 +170,7 @@ def _figures(rows: Sequence[dict], drawn: Sequence[schedules.Schedule], tries: S
 
 
 def _plot(drawn: Sequence[schedules.Schedule], num_tokens: int, path: pathlib.Path) -> None:
-    """The first schedules, one line each: a tick where a piece begins, a red bar where a graft moves the context."""
+    """Plots the first schedules, one line each: a tick where a piece begins, a red bar at each graft."""
     figure = figure_lib.Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     shown = drawn[:_PLOTTED]

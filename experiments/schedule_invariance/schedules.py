@@ -105,18 +105,18 @@ class Checkpoints:
             self._found[position] = run_lib.next_logits(runner, result)
 
     def copy(self) -> Checkpoints:
-        """With the same findings, and going its own way from here."""
+        """Returns a copy with the same findings that goes its own way from here."""
         copied = Checkpoints(tuple(self._positions))
         copied._found.update(self._found)
         return copied
 
     def hashes(self) -> tuple[str, ...]:
-        """SHA-256 (hex) of each, in order of position."""
+        """Returns the SHA-256 (hex) of each, in order of position."""
         return tuple(compare.logits_sha256(np.asarray(logits_V)) for _, logits_V in sorted(self._found.items()))
 
 
 def draw(number: int, seed: int, num_tokens: int, width: int, capacities: Sequence[int], single_steps: int) -> Schedule:
-    """Schedule number `number`: 0 is the plain one, every tenth ends in `single_steps` or more single tokens."""
+    """Draws schedule `number`: 0 is the plain one; every tenth ends in `single_steps` or more single tokens."""
     if number == 0:
         return Schedule((Leg(capacities[0], (num_tokens,)),))
     rng = np.random.default_rng((seed, number))
@@ -178,7 +178,7 @@ def run(
             engine = engines[leg.capacity]
             cache = engine.step_config.make_cache(engine.capacity) if state is None else state.cache
             first_row, read = (state.first_row, state.length) if state else (0, 0)
-            cache = bury(cache, engine.model.config, first_row, read, schedule.garbage, rng)
+            cache = fill_unused(cache, engine.model.config, first_row, read, schedule.garbage, rng)
             result = None
             for piece in leg.pieces:
                 result = feed(engine.runner, cache, token_ids[read : read + piece], read, watch, idle_rng)
@@ -212,7 +212,7 @@ def feed(
 def make_state(
     engine: kg.Engine, cache: cache_lib.Cache, token_ids: Sequence[int], logits_V: jax.Array, first_row: int = 0
 ) -> kg.State:
-    """The state of an engine that read `token_ids` into `cache`."""
+    """Makes the state of an engine that read `token_ids` into `cache`."""
     return kg.State(
         cache=cache,
         token_ids=tuple(token_ids),
@@ -224,7 +224,7 @@ def make_state(
 
 
 def outcome(state: kg.State, watch: Checkpoints) -> Outcome:
-    """Hashes of a context at its end."""
+    """Hashes a context at its end."""
     logits = (*watch.hashes(), compare.logits_sha256(np.asarray(state.logits)))
     try:
         visible = compare.hashes(state).kv_sha256
@@ -236,11 +236,11 @@ def outcome(state: kg.State, watch: Checkpoints) -> Outcome:
 
 
 def refused(error: Exception) -> Outcome:
-    """The outcome of a schedule that ended in an error."""
+    """Makes the outcome of a schedule that ended in an error."""
     return Outcome(f"refused: {type(error).__name__}: {error}", "", (), None)
 
 
-def bury(
+def fill_unused(
     cache: cache_lib.Cache,
     config: config_lib.GemmaConfig,
     first_row: int,
@@ -248,7 +248,7 @@ def bury(
     garbage: str,
     rng: np.random.Generator,
 ) -> cache_lib.Cache:
-    """The cache (donated) with garbage in every slot that holds no token's row.
+    """Fills every slot that does not hold a token's row with garbage; the cache is donated.
 
     Exact: bit-exact copy of the others.
 
@@ -264,11 +264,11 @@ def bury(
         np.int32(first_row if kind == config_lib.SLIDING else 0) for kind in config.layer_kinds[: config.num_kv_layers]
     ]
     trash = jax.tree.map(lambda array: _garbage(garbage, array, rng), cache)
-    return _bury(cache, trash, firsts, np.int32(length))
+    return _fill(cache, trash, firsts, np.int32(length))
 
 
 def _garbage(kind: str, array: jax.Array, rng: np.random.Generator) -> np.ndarray:
-    """Bit patterns of the shape of a cache array."""
+    """Makes bit patterns in the shape of a cache array."""
     unsigned = _unsigned(np.dtype(array.dtype))
     dtype = np.dtype(jnp.bfloat16) if array.dtype == np.uint16 else np.dtype(array.dtype)  # bits, or floats
     if kind == BITS:
@@ -282,7 +282,7 @@ def _unsigned(dtype: np.dtype) -> type:
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _bury(
+def _fill(
     cache: cache_lib.Cache, trash: cache_lib.Cache, firsts: list[jax.Array], length: jax.Array
 ) -> cache_lib.Cache:
     def layer(old: cache_lib.LayerCache, new: cache_lib.LayerCache, first: jax.Array) -> cache_lib.LayerCache:
@@ -299,7 +299,7 @@ def _bury(
 
 
 def first_difference(reference: Outcome, other: Outcome, checkpoints: Sequence[int]) -> dict[str, str | int]:
-    """Where two outcomes of one text part first: the earliest position, there the lowest layer, there key or value.
+    """Finds where two outcomes of one text first differ: earliest position, then lowest layer, then key or value.
 
     Returns:
       Flat notes for a report; without a position where one of the two was refused.

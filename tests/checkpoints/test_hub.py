@@ -52,7 +52,7 @@ def published(tmp_path_factory, made, tensors):
 
 @pytest.fixture
 def hub(published, tmp_path, monkeypatch):
-    """The server, with an empty cache and no token."""
+    """Returns the server, with an empty cache and no token."""
     hub_utils.close_session()
     with hub_server.serve(published) as server:
         monkeypatch.setattr(hub_constants, "ENDPOINT", server.endpoint)
@@ -77,7 +77,7 @@ def refused(match: str, name: str = NAME, kind: type[Exception] = errors.Weights
 
 
 def cached(hub) -> pathlib.Path:
-    """The snapshot in the cache."""
+    """Returns the snapshot in the cache."""
     folder = f"models--{NAME.replace('/', '--')}"
     return pathlib.Path(hub_constants.HF_HUB_CACHE) / folder / "snapshots" / hub_server.COMMIT
 

@@ -58,7 +58,7 @@ def test_garbage_fills_the_other_slots_and_changes_no_bit_of_a_row(dtype, garbag
         lambda array: rng.integers(0, np.iinfo(unsigned).max, array.shape, unsigned).view(array.dtype), cache
     )
     before = jax.tree.map(jnp.array, patterns)
-    after = schedules.bury(before, config, 3, 8, garbage, rng)
+    after = schedules.fill_unused(before, config, 3, 8, garbage, rng)
     for kind, old, new in zip(config.layer_kinds, patterns.layers, after.layers, strict=True):
         first = 3 if kind == "sliding" else 0
         for old_SxKxH, new_SxKxH in ((old.k_rot_SxKxH, new.k_rot_SxKxH), (old.v_SxKxH, new.v_SxKxH)):
@@ -81,7 +81,7 @@ def run(tmp_path, **changes):
 
 
 def only_damage(bench, width):
-    """The two detectors that need no other program."""
+    """Returns the two detectors that need no other program."""
     yield detectors.Try("row_bit", "", bench.flipped)
     yield detectors.Try("nan_inside", "", bench.poisoned)
 

@@ -155,7 +155,7 @@ def random_weight(name: str, shape: tuple[int, ...], rng: np.random.Generator) -
 
 
 def build(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """The model in `dtype`; loaded from a file, because a model that is cast has its rotary frequencies cast too."""
+    """Returns the model in `dtype`, loaded from a file: casting a model would cast its rotary frequencies too."""
     eager = {"attn_implementation": "eager"}
     if getattr(config, "enable_moe_block", False):
         eager["experts_implementation"] = "eager"

@@ -22,7 +22,7 @@ def deposit(policy: str = manifest.VISIBLE) -> artifact_lib.Artifact:
 
 
 def with_rows(artifact: artifact_lib.Artifact, kind: str, change) -> artifact_lib.Artifact:
-    """The artifact with the rows of one kind changed, all digests made anew."""
+    """Returns the artifact with the rows of one kind changed, all digests made anew."""
     stacks = []
     for stack in artifact.stacks:
         kv_Lx2xSxKxH = np.array(stack.kv_Lx2xSxKxH)

@@ -37,7 +37,7 @@ def result() -> dict:
 
 
 def part(name: str) -> list[dict]:
-    """The table of the recorded run whose name begins so."""
+    """Returns the table of the recorded run whose name begins so."""
     (rows,) = [rows for title, rows in result()["tables"].items() if title.startswith(name)]
     return rows
 

@@ -158,7 +158,7 @@ def test_control_pieces_that_a_gguf_file_types_as_text_are_controls(made):
 
 
 def _with(token: int, piece: bytes) -> tuple[bytes, ...]:
-    """The pieces with another one in place of one."""
+    """Returns the pieces with another one in place of one."""
     pieces = list(tiny_tokenizers.gguf_merges_metadata()["tokenizer.ggml.tokens"])
     pieces[token] = piece
     return tuple(pieces)

@@ -102,7 +102,7 @@ def test_both_forms_of_one_tokenizer(tmp_path):
 
 
 def twin() -> dict:
-    """The tokenizer.json of the pieces of the SentencePiece model, which merge as theirs do."""
+    """Returns the tokenizer.json of the pieces of the SentencePiece model, which merge as theirs do."""
     pieces = [MODEL.piece(token) for token in range(SIZE)]
     known = set(pieces)
     merges = [

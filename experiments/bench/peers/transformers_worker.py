@@ -48,7 +48,7 @@ class Worker:
         return {"versions": versions, "threads": torch.get_num_threads(), "attention": attention}
 
     def prefill(self, dtype: str, token_ids: list[int]) -> dict:
-        """One forward pass that fills a fresh cache and gives the logits of the last position alone."""
+        """Runs one forward pass that fills a fresh cache and computes the logits of the last position only."""
         import torch
 
         start = time.perf_counter()
@@ -57,7 +57,7 @@ class Worker:
         return {"seconds": time.perf_counter() - start, "token_id": token_id}
 
     def decode(self, dtype: str, cache: str, token_ids: list[int], new_tokens: int) -> dict:
-        """Greedy `generate`; the seconds of `new_tokens` steps, from the arrival of the prompt's own next token on."""
+        """Runs greedy `generate`; measures `new_tokens` steps from the arrival of the first new token on."""
         import torch
 
         model, clock = self._models[dtype], _TokenClock()
@@ -78,7 +78,7 @@ class Worker:
         return {"seconds": arrivals_s[-1] - arrivals_s[0], "token_ids": output[0, len(token_ids) :].tolist()}
 
     def requests(self) -> dict[str, Callable[..., dict]]:
-        """Names of the work that a request may ask for."""
+        """Returns the names of the work that a request may ask for."""
         return {"load": self.load, "prefill": self.prefill, "decode": self.decode}
 
 
