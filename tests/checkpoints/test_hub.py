@@ -42,7 +42,7 @@ def published(tmp_path_factory, made, tensors):
     (directory / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
     (directory / "README.md").write_text("# A model")
-    (directory / "consolidated.safetensors").write_bytes(bytes(64))
+    (directory / "flax_model.msgpack").write_bytes(bytes(64))
     (directory / "pytorch_model.bin").write_bytes(bytes(64))
     (directory / "original").mkdir()
     (directory / "original" / "model.safetensors").write_bytes(bytes(64))
@@ -246,7 +246,7 @@ def test_a_cache_of_an_older_client_has_no_list_of_files(hub, monkeypatch):
         alone = hub_lib.find(NAME)
     assert alone.source == SOURCE and alone.names == found.names - {
         "README.md",
-        "consolidated.safetensors",
+        "flax_model.msgpack",
         "pytorch_model.bin",
     }
 
