@@ -36,7 +36,8 @@ REPORT = "report.md"
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes")
-_LISTS = ("tries", "rows")
+_LISTS = ("checks", "tries", "rows")
+_OWN_FIGURES = ("checks_held", "checks_failed", "pin_id", "seconds")
 _GROUPS = ("inputs", "outputs", "config", "environment")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _SHORT_HASH = 16
@@ -53,6 +54,7 @@ class Findings:
       pin: of the engine under test.
       inputs, outputs: name to SHA-256 (hex).
       rows: one flat mapping per sample or schedule, all with the same names.
+      checks: one flat mapping per statement of which the claim consists, `holds` among its names; may be empty.
       tries: one flat mapping per try of a detector; may be empty.
       tables: further lists of that kind by name.
     """
@@ -63,6 +65,7 @@ class Findings:
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     rows: Sequence[Mapping[str, Any]]
+    checks: Sequence[Mapping[str, Any]] = ()
     tries: Sequence[Mapping[str, Any]] = ()
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
 
@@ -165,7 +168,8 @@ def report(document: Mapping[str, Any]) -> str:
     lines += ["## Figures", "", *_markdown(("figure", "value"), _figures(document))]
     for name in _GROUPS:
         lines += [f"## {name.capitalize()}", "", *_markdown((name, "value"), document[name].items())]
-    for name, rows in [*((name, document[name]) for name in _LISTS), *document.get("tables", {}).items()]:
+    lists = {name: document[name] for name in _LISTS if name in document}  # Older records have no checks.
+    for name, rows in {**lists, **document.get("tables", {})}.items():
         if rows:
             cells = ([_shortened(value) for value in row.values()] for row in rows)
             lines += [f"## {name.capitalize()}", "", *_markdown(rows[0].keys(), cells)]
@@ -287,6 +291,9 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _document(experiment: Experiment, settings: Any, source: str, findings: Findings, seconds: float) -> dict[str, Any]:
     figures = {**findings.figures, "pin_id": findings.pin.id, "seconds": round(seconds, 1)}
+    if findings.checks:
+        held = sum(check["holds"] for check in findings.checks)
+        figures = {"checks_held": held, "checks_failed": len(findings.checks) - held, **figures}
     head = {
         "experiment": experiment.name,
         "claim": experiment.claim,
@@ -300,11 +307,12 @@ def _document(experiment: Experiment, settings: Any, source: str, findings: Find
         "outputs": dict(findings.outputs),
         "environment": _environment(),
         "pin": findings.pin.document,
+        "checks": [dict(row) for row in findings.checks],
         "tries": [dict(row) for row in findings.tries],
         "rows": [dict(row) for row in findings.rows],
         "tables": {name: [dict(row) for row in rows] for name, rows in findings.tables.items()},
     }
-    clash = sorted(findings.figures.keys() & {*head, *rest, "pin_id", "seconds"})
+    clash = sorted(findings.figures.keys() & {*head, *rest, *_OWN_FIGURES})
     if clash:
         raise errors.ConfigError(f"figures: {', '.join(clash)}: the result has fields of that name; choose others")
     return {**head, **figures, **rest}

@@ -47,6 +47,14 @@ def test_the_record_has_todays_configuration(folder):
     assert folder == "cpu/bench" or document["holds"]
 
 
+@pytest.mark.parametrize("folder", [folder for folder in CONFIGURATIONS if folder.startswith("rotary")])
+def test_the_checks_of_a_record_are_counted(folder):
+    document = json.loads((RESULTS / folder / "result.json").read_text())
+    held = [check["holds"] for check in document["checks"]]
+    assert held and not document["tries"]
+    assert (document["checks_held"], document["checks_failed"]) == (sum(held), held.count(False))
+
+
 @pytest.mark.parametrize("folder", CONFIGURATIONS)
 def test_the_report_is_that_of_the_record(folder):
     document = json.loads((RESULTS / folder / "result.json").read_text())

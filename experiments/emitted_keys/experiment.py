@@ -179,8 +179,6 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
                 kind: lucks[0].keys - lucks[0].heads for kind, lucks in pair_tables.items()
             },
             "signs_of_zero_lost_from_position_0": sum(luck.signs for luck in from_0),
-            "checks_held": sum(check["holds"] for check in checks),
-            "checks": len(checks),
         },
         pin=engine.pin,
         inputs={
@@ -193,7 +191,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
             "rows_sha256": digest.json_digest([rows, best_rows]),
         },
         rows=rows,
-        tries=checks,
+        checks=checks,
         tables={
             "the best function: what it gets wrong at least": best_rows,
             **{f"{kind}: keys that come back, by pair": _pair_rows(lucks) for kind, lucks in pair_tables.items()},

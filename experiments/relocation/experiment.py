@@ -127,8 +127,6 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         holds=all(check["holds"] for check in checks),
         figures={
             "own_position_bits": sum(row["k_bits"] + row["v_bits"] for row in rows if row["shift"] == 0),
-            "checks_held": sum(check["holds"] for check in checks),
-            "checks": len(checks),
             **{f"kl_nats_mean_{dtype}": _means(rows, dtype) for dtype in settings.dtypes},
             **{f"pin_id_{dtype}": pins[dtype].id for dtype in settings.other_dtypes},
         },
@@ -140,7 +138,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         },
         outputs={"rows_sha256": digest.json_digest(rows), "layers_sha256": digest.json_digest([key_rows, value_rows])},
         rows=rows,
-        tries=checks,
+        checks=checks,
         tables={
             "mean KL, nats, by dtype, window and size of d": _attribution(settings, rows),
             "bits of keys that differ, by layer": key_rows,

@@ -136,8 +136,6 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         figures={
             "own_position_mismatches": sum(row["different"] for row in own),
             "own_position_elements": sum(row["elements"] for row in own),
-            "checks_held": sum(check["holds"] for check in checks),
-            "checks": len(checks),
         },
         pin=engine.pin,
         inputs={
@@ -147,7 +145,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         },
         outputs={"rows_sha256": digest.json_digest(rows), "checks_sha256": digest.json_digest(checks)},
         rows=rows,
-        tries=checks,
+        checks=checks,
         tables={**parts.tables, **found_tables},
     )
 

@@ -49,7 +49,7 @@ def run(tmp_path, **changes):
 @pytest.mark.slow
 def test_the_claim_holds_on_a_small_model(tmp_path):
     code, document = run(tmp_path)
-    assert code == 0 and document["whole_keys_back_by_luck"] == 0 and all(row["holds"] for row in document["tries"])
+    assert code == 0 and document["whole_keys_back_by_luck"] == 0 and all(row["holds"] for row in document["checks"])
     assert document["keys"] == {"sliding": 5 * 2 * 16 * 63, "full": 2 * 16 * 63}
     own = [row for row in document["rows"] if row["method"] == "copy"]
     assert len(own) == 2 and all(row["heads_equal"] == row["keys"] for row in own)
@@ -66,7 +66,7 @@ def test_the_claim_holds_on_a_small_model(tmp_path):
 def test_the_claim_fails_for_heads_so_small_that_luck_is_easy(tmp_path, capsys):
     code, document = run(tmp_path, model=MODEL + "&layers=1&head_dim=4")
     assert code == 1 and document["whole_keys_back_by_luck"] > 0
-    assert "other d: keys that come back whole" in {row["check"] for row in document["tries"] if not row["holds"]}
+    assert "other d: keys that come back whole" in {row["check"] for row in document["checks"] if not row["holds"]}
     assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL: ")
 
 

@@ -49,7 +49,7 @@ def assert_report_equals_result(folder):
     for key in document["figures"]:
         if isinstance(value := document[key], int | float):
             assert [key, json.dumps(value)] in cells
-    for rows in (document["rows"], document["tries"]):
+    for rows in (document["rows"], document["checks"], document["tries"]):
         for row in rows:
             assert [
                 value[:16] if re.fullmatch("[0-9a-f]{64}", value) else value
@@ -98,6 +98,21 @@ def test_the_result_names_the_commit_of_the_weights(tmp_path, monkeypatch):
     )
     assert harness.execute(toy(), config(), tmp_path) == 0
     assert results(tmp_path)["source"] == commit
+
+
+def test_checks_are_a_list_of_their_own_and_counted(tmp_path):
+    def checked(settings, model, out):
+        checks = [{"check": "a", "found": 0, "holds": True}, {"check": "b", "found": 1, "holds": False}]
+        return dataclasses.replace(toy().run(settings, model, out), checks=checks)
+
+    harness.execute(toy(run=checked), config(), tmp_path)
+    document = results(tmp_path)
+    assert document["checks"][1] == {"check": "b", "found": 1, "holds": False} and document["tries"] == []
+    assert (document["checks_held"], document["checks_failed"]) == (1, 1)
+    assert "## Checks" in (tmp_path / harness.REPORT).read_text()
+    assert_report_equals_result(tmp_path)
+    harness.execute(toy(), config(), tmp_path / "none")
+    assert "checks_held" not in results(tmp_path / "none")["figures"]
 
 
 def test_the_report_holds_the_figures_of_the_result(tmp_path):

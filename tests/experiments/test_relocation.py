@@ -114,7 +114,7 @@ def run(tmp_path, **changes):
 @pytest.mark.slow
 def test_the_claim_holds_on_a_small_model(tmp_path):
     code, document = run(tmp_path)
-    assert code == 0 and document["holds"] and all(row["holds"] for row in document["tries"])
+    assert code == 0 and document["holds"] and all(row["holds"] for row in document["checks"])
     assert len(document["rows"]) == 2 * 2 * 3 * 3 and document["own_position_bits"] == 0
     for row in document["rows"]:
         assert row["exact"] is (row["shift"] == 0) is (row["k_bits"] == 0) is (row["kl_nats_max"] == 0.0)
@@ -130,7 +130,7 @@ def test_the_claim_fails_where_a_move_is_exact(tmp_path, capsys):
     """A document of one token: nothing was rotated at position 0, and its values saw no other position."""
     code, document = run(tmp_path, document_tokens=(1,), other_dtypes=())
     assert code == 1 and not document["holds"]
-    failed = {row["check"] for row in document["tries"] if not row["holds"]}
+    failed = {row["check"] for row in document["checks"] if not row["holds"]}
     assert failed == {
         "other d: fewest bits that differ",
         "other d: smallest mean KL divergence",
@@ -155,7 +155,7 @@ def test_the_claim_fails_where_one_bit_of_the_own_position_does(tmp_path, monkey
     monkeypatch.setattr(relocated, "relocated", flipped)
     code, document = run(tmp_path, document_tokens=(10,), other_dtypes=())
     assert code == 1 and document["own_position_bits"] == 1
-    assert not document["tries"][0]["holds"]
+    assert not document["checks"][0]["holds"]
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def values():
 
 
 def checks():
-    return {texts(row["check"], row["found"]) for row in result()["tries"]}
+    return {texts(row["check"], row["found"]) for row in result()["checks"]}
 
 
 def certificates():
