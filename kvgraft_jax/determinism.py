@@ -109,6 +109,24 @@ def check_options() -> None:
             )
 
 
+def start_backend() -> None:
+    """Starts jax's backend, on which everything else rests.
+
+    Raises:
+      DeterminismError: jax finds no device of the kind that was asked for.
+    """
+    import jax
+
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        asked = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms
+        raise errors.DeterminismError(
+            f"jax cannot start on {asked or 'this machine'} ({errors.shown(str(error), 400)}); unset JAX_PLATFORMS or "
+            "set it to cpu, or install the driver and jax's build for that device (extra `gpu` of this package)"
+        ) from error
+
+
 def assert_in_force() -> None:
     """Raises `DeterminismError` unless the running backend keeps every bf16 rounding and jax's options are in order.
 
@@ -124,7 +142,8 @@ def assert_in_force() -> None:
     def rounds_twice(x: jax.Array) -> jax.Array:
         return (jnp.tanh(x.astype(jnp.float32)).astype(x.dtype) * x).astype(jnp.float32)
 
-    found = np.asarray(jax.jit(rounds_twice)(jnp.asarray([0.3, 0.7, 1.1, 1.9], jnp.bfloat16)))
+    given = jax.device_put(np.asarray([0.3, 0.7, 1.1, 1.9], jnp.bfloat16))
+    found = jax.device_get(jax.jit(rounds_twice)(given))
     if (found.view(np.uint32) & 0xFFFF).any():  # more bits than a bfloat16 has
         raise errors.DeterminismError(
             "the running XLA backend skips bfloat16 roundings, so it started before the flags were set.\n"

@@ -10,7 +10,7 @@ from jax import sharding
 import jax.numpy as jnp
 import numpy as np
 
-from kvgraft_jax import errors, host_memory
+from kvgraft_jax import determinism, errors, host_memory
 from kvgraft_jax.checkpoints import assemble, chats, package
 from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.checkpoints import source as source_lib
@@ -62,12 +62,14 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
 
     Raises:
       ConfigError: a URI, dtype, mesh or configuration that is not accepted.
+      DeterminismError: jax finds no device of the kind that was asked for.
       WeightsError: a checkpoint that is missing, unreadable or damaged, or that lacks tensors which the model needs.
       ResourceError: the parameters do not fit the memory that the device has free, or a download the disk; raised
         before either begins.
       TokenizerError: a tokenizer or chat template of another model or kind, or damaged.
     """
     as_dtype = _checked_dtype(dtype)
+    determinism.start_backend()
     mesh = sharding_lib.check_mesh(mesh)
     if not isinstance(uri, str):
         raise errors.ConfigError(f"model URI: got {type(uri).__name__}, wanted {_SCHEMES}")

@@ -142,9 +142,11 @@ def initialise(
         key = int.from_bytes(hashlib.sha256(f"{seed}/{parameter.path}".encode()).digest()[:8], "little")
         words = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
         place = sharding_lib.of_parameter(mesh, parameter)
-        values = _uniform(*words, np.int32(centre), np.float32(bound * 2.0**-23), parameter.shape, dtype, place)
+        numbers = (*words, np.int32(centre), np.float32(bound * 2.0**-23))
+        given = jax.device_put(numbers, sharding_lib.whole(mesh))
+        values = _uniform(*given, parameter.shape, dtype, place)
         # An array keeps the host copy that it once gave out: hash that of a copy, which is dropped.
-        return values, digest_lib.array_digest(np.asarray(jnp.copy(values)))
+        return values, digest_lib.array_digest(jax.device_get(jnp.copy(values)))
 
     return assemble.collect(config.name, config, dtype, mesh, load)
 

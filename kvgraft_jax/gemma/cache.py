@@ -11,6 +11,7 @@ whole buffers there and back in every step, though nothing but copies touches th
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 from jax import lax, sharding
@@ -62,9 +63,16 @@ def make_cache(
     def layer(attention: config_lib.AttentionConfig) -> LayerCache:
         shape = (num_slots, attention.num_kv_heads, attention.head_dim)
         held, place = storage_dtype(dtype), sharding_lib.of_rows(mesh, shape)
-        return LayerCache(jnp.zeros(shape, held, device=place), jnp.zeros(shape, held, device=place))
+        return LayerCache(_zeros(shape, held, place), _zeros(shape, held, place))
 
     return Cache(tuple(layer(config.attention(index)) for index in range(config.num_kv_layers)))
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "place"))
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, place: sharding.Sharding | None) -> jax.Array:
+    """Zeros made on the device: no number comes from the host."""
+    zeros = jnp.zeros(shape, dtype)
+    return zeros if place is None else lax.with_sharding_constraint(zeros, place)
 
 
 def device_bytes(

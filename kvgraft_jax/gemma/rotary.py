@@ -133,7 +133,7 @@ def make_tables(
         frequency_R = rotary_frequencies(attention.head_dim, attention.rotary)
         cos_SxR, sin_SxR = rotary_tables_f32(frequency_R, num_positions)
         place = sharding_lib.whole(mesh)
-        return RotaryTable(*(jnp.asarray(array_SxR.astype(dtype), device=place) for array_SxR in (cos_SxR, sin_SxR)))
+        return RotaryTable(*(jax.device_put(array_SxR.astype(dtype), place) for array_SxR in (cos_SxR, sin_SxR)))
 
     return RotaryTables(sliding=table(config.sliding), full=table(config.full))
 

@@ -13,7 +13,7 @@ import jax
 from jax import lax, sharding
 import numpy as np
 
-from kvgraft_jax import errors
+from kvgraft_jax import determinism, errors
 from kvgraft_jax.gemma import parameters as parameters_lib
 
 AXIS = "model"
@@ -43,6 +43,7 @@ def make_mesh(num_devices: int) -> sharding.Mesh | None:
     Raises:
       ConfigError: fewer than one, or more than there are.
     """
+    determinism.start_backend()
     devices = jax.devices()
     if type(num_devices) is not int or not 1 <= num_devices <= len(devices):
         hint = ""

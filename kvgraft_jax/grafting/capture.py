@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 
+import jax
 import numpy as np
 
 from kvgraft_jax import errors
@@ -93,5 +94,5 @@ def capture(
             "engine's pin says; prefill the text here and capture that"
         )
     return artifact_lib.Artifact(
-        policy, state.token_ids, read_stacks(state, policy), np.array(state.logits), pin, provenance
+        policy, state.token_ids, read_stacks(state, policy), np.array(jax.device_get(state.logits)), pin, provenance
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from kvgraft_jax import digest, errors
@@ -94,7 +95,7 @@ def hashes(state: state_lib.State, *, policy: str = manifest.VISIBLE) -> StateHa
         {"kind": s.kind, "layers": list(s.layers), "start": s.start, "kv": digest.array_digest(s.kv_Lx2xSxKxH)}
         for s in stacks
     ]
-    return StateHashes(logits_sha256(np.asarray(state.logits)), digest.json_digest({"kv": kv_document}))
+    return StateHashes(logits_sha256(jax.device_get(state.logits)), digest.json_digest({"kv": kv_document}))
 
 
 def kl_nats(logits_a_V: np.ndarray, logits_b_V: np.ndarray) -> float:
@@ -121,7 +122,7 @@ def compare(state_a: state_lib.State, state_b: state_lib.State, *, policy: str =
       CaptureError: a compared row holds NaN.
       WindowError: policy "full" where one of them lacks the older sliding rows.
     """
-    a_V, b_V = np.asarray(state_a.logits), np.asarray(state_b.logits)
+    a_V, b_V = jax.device_get((state_a.logits, state_b.logits))
     if a_V.shape != b_V.shape:
         raise errors.InputError(f"states to compare: got vocabularies {a_V.shape[0]} and {b_V.shape[0]}, wanted one")
     return Comparison(

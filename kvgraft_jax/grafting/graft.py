@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import jax
 from jax import sharding
-import jax.numpy as jnp
 
 from kvgraft_jax import errors
 from kvgraft_jax import pin as pin_lib
@@ -128,7 +128,7 @@ def graft(
     return state_lib.State(
         cache=apply_graft(artifact, config.num_slots(capacity), config.mesh),
         token_ids=artifact.token_ids,
-        logits=jnp.array(artifact.logits_V, device=sharding_lib.whole(config.mesh)),
+        logits=jax.device_put(artifact.logits_V, sharding_lib.whole(config.mesh)),
         step_config=config,
         weights=weights,
         exact=exact,

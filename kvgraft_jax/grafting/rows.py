@@ -27,12 +27,15 @@ def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int, dtype: 
     """Rows start..stop-1 of some layers on the host, in the model's dtype: [L, 2, stop - start, K, H]."""
     like = layers[0].k_rot_SxKxH
     kv_Lx2xSxKxH = np.empty((len(layers), 2, stop - start, *like.shape[1:]), like.dtype)
+    place = sharding_lib.whole(like.sharding.mesh if isinstance(like.sharding, sharding.NamedSharding) else None)
     for index, layer in enumerate(layers):
         for side, array_SxKxH in enumerate((layer.k_rot_SxKxH, layer.v_SxKxH)):
             for block in range(start // kv_block, (stop - 1) // kv_block + 1):
                 first = block * kv_block
                 low, high = max(start, first), min(stop, first + kv_block)
-                rows_BxKxH = np.asarray(read_block(array_SxKxH, np.int32(block), kv_block=kv_block))
+                rows_BxKxH = jax.device_get(
+                    read_block(array_SxKxH, jax.device_put(np.int32(block), place), kv_block=kv_block)
+                )
                 kv_Lx2xSxKxH[index, side, low - start : high - start] = rows_BxKxH[low - first : high - first]
     return kv_Lx2xSxKxH.view(dtype)
 

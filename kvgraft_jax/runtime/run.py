@@ -15,7 +15,7 @@ import numpy as np
 from kvgraft_jax import errors
 from kvgraft_jax import progress as progress_lib
 from kvgraft_jax.gemma import cache as cache_lib
-from kvgraft_jax.gemma import rotary
+from kvgraft_jax.gemma import rotary, sharding
 from kvgraft_jax.runtime import step as step_lib
 
 
@@ -130,9 +130,12 @@ def run(
       The new cache and the last step's hidden states.
     """
     hidden_TxD, lane = None, 0
+    place = sharding.whole(runner.programs.config.mesh)
     with progress_lib.bar(len(token_ids), unit="tok", stays=False, is_shown=progress) as bar:
         for read in step_lib.cut(token_ids, start, runner.programs.config.width):
-            result = runner.programs.step(runner.params, runner.tables, cache, read.tokens_T, read.start, read.count)
+            # Put on the device by name, so that it works where jax was told to refuse transfers that are not.
+            given = jax.device_put((read.tokens_T, read.start, read.count), place)
+            result = runner.programs.step(runner.params, runner.tables, cache, *given)
             cache, hidden_TxD, lane = result.cache, result.hidden_TxD, int(read.count) - 1
             if on_step is not None:
                 on_step(hidden_TxD, read)
@@ -144,7 +147,13 @@ def run(
 
 def next_logits(runner: Runner, result: RunResult) -> jax.Array:
     """Logits of the token after a run: float32 [V]."""
-    return runner.programs.head(runner.params, result.hidden_TxD, np.int32(result.lane))[0]
+    return heads(runner, result.hidden_TxD, result.lane)[0]
+
+
+def heads(runner: Runner, hidden_TxD: jax.Array, lane: int) -> tuple[jax.Array, ...]:
+    """Logits of the lanes of one head call from `lane` on: head_lanes arrays float32 [V]."""
+    place = sharding.whole(runner.programs.config.mesh)
+    return runner.programs.head(runner.params, hidden_TxD, jax.device_put(np.int32(lane), place))
 
 
 def score(
@@ -158,14 +167,14 @@ def score(
     logits_TxV = np.empty((len(token_ids), config.model.vocab_size), np.float32)
     done = 0
 
-    def heads(hidden_TxD: jax.Array, read: step_lib.StepInput) -> None:
+    def read_heads(hidden_TxD: jax.Array, read: step_lib.StepInput) -> None:
         nonlocal done
         for lane in range(0, read.count, config.head_lanes):
-            for row_V in runner.programs.head(runner.params, hidden_TxD, np.int32(lane))[: read.count - lane]:
-                logits_TxV[done] = row_V
+            for row_V in heads(runner, hidden_TxD, lane)[: read.count - lane]:
+                logits_TxV[done] = jax.device_get(row_V)
                 done += 1
 
-    run(runner, cache, token_ids, start, progress=progress, on_step=heads)
+    run(runner, cache, token_ids, start, progress=progress, on_step=read_heads)
     return logits_TxV
 
 
@@ -230,7 +239,7 @@ def argmax(logits_V: jax.Array, suppress_ids: tuple[int, ...]) -> int:
     Raises:
       WeightsError: a logit is NaN, so none is the largest.
     """
-    on_host_V = np.asarray(logits_V)
+    on_host_V = np.asarray(jax.device_get(logits_V))
     if suppress_ids:
         on_host_V = on_host_V.copy()
         on_host_V[list(suppress_ids)] = -np.inf

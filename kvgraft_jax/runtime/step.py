@@ -144,7 +144,8 @@ class Programs:
             lambda rows: _abstract(rows.shape, rows.dtype, sharding_lib.of_rows(mesh, rows.shape)),
             jax.eval_shape(lambda: cache_lib.make_cache(config.model, num_slots, dtype)),
         )
-        scalar, tokens_T = _abstract((), jnp.int32), _abstract((config.width,), jnp.int32)
+        scalar = _abstract((), jnp.int32, sharding_lib.whole(mesh))
+        tokens_T = _abstract((config.width,), jnp.int32, sharding_lib.whole(mesh))
         hidden_TxD = _abstract((config.width, config.model.embed_dim), dtype, sharding_lib.whole(mesh))
         return {
             "step": _text_digest(self.step.lower(params, tables, cache, tokens_T, scalar, scalar)),
