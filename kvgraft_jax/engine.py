@@ -77,7 +77,7 @@ class Engine:
         if capacity < 1 or capacity > 1 << 22:
             raise errors.ConfigError(f"capacity: got {errors.shown(capacity)}, wanted 1 to {1 << 22} tokens")
         if not isinstance(model, model_lib.Model):
-            raise errors.InputError(f"model: got a {type(model).__name__}, wanted what load_model returns")
+            raise errors.InputError(f"model: {errors.mistaken(model, 'Model')}")
         config = step_lib.StepConfig(model.config, model.dtype, width, kv_block, mesh=model.mesh)
         determinism.assert_in_force()
         capacity = -(-capacity // kv_block) * kv_block
@@ -191,7 +191,9 @@ class Engine:
         stop_ids: Sequence[int] | None = None,
         on_token: Callable[[int, jax.Array], None] | None = None,
     ) -> tuple[list[int], state_lib.State]:
-        """Greedy decoding.
+        """Decodes greedily: the token of the largest logit, the lowest id on a tie.
+
+        Tokens that the model suppresses, and rows of the vocabulary without a piece in the tokenizer, are never chosen.
 
         Args:
           state: where to begin; stays as it is.
@@ -223,6 +225,7 @@ class Engine:
             state.length,
             max_new_tokens=max_new_tokens,
             stop_ids=frozenset(stop_ids),
+            num_pieces=self.model.tokenizer.vocab_size if self.model.tokenizer else None,
             on_token=on_token,
         )
         token_ids = state.token_ids + decoded.token_ids
@@ -311,9 +314,7 @@ class Engine:
     def _check_state(self, state: state_lib.State) -> None:
         determinism.check_options()
         if not isinstance(state, state_lib.State):
-            raise errors.InputError(
-                f"state: got a {type(state).__name__}, wanted what prefill, extend or graft returns"
-            )
+            raise errors.InputError(f"state: {errors.mistaken(state, 'State')}")
         ours = (self.step_config, self.model.digest, self.capacity)
         theirs = (state.step_config, state.weights, state.capacity)
         for name, our, their in zip(("step_config", "weights", "capacity"), ours, theirs, strict=True):

@@ -117,6 +117,31 @@ class PinMismatch(KVGraftError):
         return tuple(difference.field for difference in self.differences)
 
 
+_OF_ANOTHER_KIND = {
+    ("State", "Artifact"): "engine.capture(state) gives one; a state goes on with engine.extend or engine.generate",
+    ("Artifact", "State"): "engine.graft(artifact) gives one; engine.verify(artifact) computes it anew",
+    ("Engine", "Pin"): "engine.pin is one",
+    ("Artifact", "Pin"): "artifact.pin is one",
+    ("State", "Pin"): "engine.pin is that of its states",
+    ("Model", "Pin"): "Engine(model).pin is one",
+    ("Pin", "Engine"): "an engine is made from a model: Engine(load_model(uri))",
+    ("str", "Model"): "load_model(uri) gives one",
+    ("Engine", "Model"): "engine.model is one",
+    ("str", "Artifact"): "load_artifact(directory, artifact_id) gives one",
+    ("State", "a list of int"): "state.token_ids is one; engine.extend(state, token_ids) goes on after a state",
+    ("Artifact", "a list of int"): "artifact.token_ids is one; engine.graft(artifact) puts it into a context unread",
+}
+
+
+def mistaken(value: Any, wanted: str) -> str:
+    """Returns what a message says where an argument is of another kind than `wanted`, with the call that was meant."""
+    kind = type(value).__name__
+    hint = _OF_ANOTHER_KIND.get((kind, wanted))
+    article = "an" if kind[:1] in "AEIOUaeiou" else "a"
+    name = wanted if wanted.startswith("a ") else f"{'an' if wanted[0] in 'AEIOU' else 'a'} {wanted}"
+    return f"got {article} {kind}, wanted {name}{f'; {hint}' if hint else ''}"
+
+
 def shown(value: Any, limit: int = 96) -> str:
     """Returns `value` as it stands in a message: its repr, cut to `limit` characters."""
     try:

@@ -87,7 +87,14 @@ class Pin:
 
 
 def diff(ours: Pin, theirs: Pin) -> tuple[errors.FieldDifference, ...]:
-    """The fields in which two pins differ, in order of names; empty exactly when the pins are equal."""
+    """Returns the fields in which two pins differ, in order of names; none exactly when the pins are equal.
+
+    Raises:
+      InputError: one of them is no pin.
+    """
+    for name, given in (("ours", ours), ("theirs", theirs)):
+        if not isinstance(given, Pin):
+            raise errors.InputError(f"{name}: {errors.mistaken(given, 'Pin')}")
     our_fields, their_fields = ours.fields(), theirs.fields()
     differences = []
     for name in sorted(our_fields.keys() | their_fields.keys()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -253,3 +254,37 @@ def test_an_engine_and_a_model_show_themselves_in_one_line():
     engine = tiny.engine()
     assert repr(engine) == f"Engine(gemma-3-270m, bfloat16, capacity={tiny.CAPACITY}, width=8, kv_block=16)"
     assert repr(engine.model).startswith("Model(random:gemma-3-270m?") and len(repr(engine.model)) < 250
+
+
+def test_rows_without_a_piece_in_the_tokenizer_are_never_chosen():
+    model = tiny.model()
+    state = tiny.engine().prefill(tiny.tokens(12))
+    best = int(np.argmax(np.asarray(state.logits)))
+    tokenizer = types.SimpleNamespace(vocab_size=best, digest="0" * 64)
+    engine = engine_lib.Engine(
+        dataclasses.replace(model, tokenizer=tokenizer), capacity=64, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK
+    )
+    begun = engine.prefill(tiny.tokens(12))
+    np.testing.assert_array_equal(np.asarray(begun.logits), np.asarray(state.logits))
+    token_ids, _ = engine.generate(begun, max_new_tokens=8, stop_ids=())
+    assert token_ids[0] == int(np.argmax(np.asarray(state.logits)[:best])) and max(token_ids) < best
+
+
+def test_an_engine_does_not_change():
+    engine = tiny.engine()
+    for name in ("capacity", "model", "runner", "another"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(engine, name, 1)
+    before = dict(vars(engine))
+    engine.prefill([1, 2])
+    assert {name: value for name, value in vars(engine).items() if name in before} == before
+
+
+def test_a_capacity_beyond_the_positions_of_training_is_warned_of_once():
+    model = tiny.model()
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, name="short", max_positions=64))
+    sizes = {"width": tiny.WIDTH, "kv_block": tiny.KV_BLOCK}
+    engine_lib.Engine(model, capacity=64, **sizes)
+    with pytest.warns(errors.KVGraftWarning, match="got 65 tokens, but short was trained on 64 positions"):
+        engine_lib.Engine(model, capacity=65, **sizes)
+    engine_lib.Engine(model, capacity=65, **sizes)

@@ -118,10 +118,13 @@ def compare(state_a: state_lib.State, state_b: state_lib.State, *, policy: str =
     """Compares two states of the same model; the result prints as a table.
 
     Raises:
-      InputError: states of models with different vocabularies.
+      InputError: something else than a state, or states of models with different vocabularies.
       CaptureError: a compared row holds NaN.
       WindowError: policy "full" where one of them lacks the older sliding rows.
     """
+    for name, given in (("state_a", state_a), ("state_b", state_b)):
+        if not isinstance(given, state_lib.State):
+            raise errors.InputError(f"{name}: {errors.mistaken(given, 'State')}")
     a_V, b_V = jax.device_get((state_a.logits, state_b.logits))
     if a_V.shape != b_V.shape:
         raise errors.InputError(f"states to compare: got vocabularies {a_V.shape[0]} and {b_V.shape[0]}, wanted one")

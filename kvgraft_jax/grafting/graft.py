@@ -67,9 +67,7 @@ def plan_graft(
       WindowError: the sliding rows do not reach back as far as the next token sees.
     """
     if not isinstance(artifact, artifact_lib.Artifact):
-        raise errors.InputError(
-            f"artifact: got a {type(artifact).__name__}, wanted an Artifact; load_artifact(directory, id) gives one"
-        )
+        raise errors.InputError(f"artifact: {errors.mistaken(artifact, 'Artifact')}")
     differences = pin_lib.diff(pin, artifact.pin)
     refused = [d for d in differences if not (allow_inexact and d.field.split(".")[0] in MACHINE_FIELDS)]
     if refused:

@@ -52,6 +52,8 @@ def save_artifact(artifact: artifact_lib.Artifact, directory: str | os.PathLike[
       StorageError: it could not be written, or an earlier entry of that id not be read; nothing of it is left, and
         earlier entries are as they were.
     """
+    if not isinstance(artifact, artifact_lib.Artifact):
+        raise errors.InputError(f"artifact: {errors.mistaken(artifact, 'Artifact')}")
     artifact_id = artifact.artifact_id
     place = _directory(directory) / artifact_id
     if _is_intact(place):

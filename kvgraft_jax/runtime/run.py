@@ -66,6 +66,8 @@ def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
         raise errors.InputError(
             "token_ids: got text, wanted a list of int; encode it with model.tokenizer.encode(text)"
         )
+    if type(token_ids).__name__ in ("State", "Artifact"):
+        raise errors.InputError(f"token_ids: {errors.mistaken(token_ids, 'a list of int')}")
     try:
         token_ids = tuple(token_ids)
         if any(isinstance(token_id, bool | np.bool_) for token_id in token_ids):
@@ -201,11 +203,13 @@ def decode(
     *,
     max_new_tokens: int,
     stop_ids: frozenset[int],
+    num_pieces: int | None = None,
     on_token: Callable[[int, jax.Array], None] | None = None,
 ) -> Decoded:
     """Greedy decoding: the token of the largest logit (the lowest id on a tie), one step of the same program each.
 
-    Tokens that the model suppresses are never chosen; the logits given out are the model's own all the same.
+    Tokens that the model suppresses are never chosen, nor those without a piece in the tokenizer; the logits given out
+    are the model's own all the same.
 
     Args:
       runner: programs and parameters.
@@ -214,6 +218,7 @@ def decode(
       start: position of the first new token.
       max_new_tokens: decode at most so many, which fit.
       stop_ids: ends before any of these.
+      num_pieces: tokens from this one on have no text and are never chosen; None means that all have one.
       on_token: called with each new token and the logits that follow it.
 
     Returns:
@@ -222,7 +227,7 @@ def decode(
     suppress_ids = runner.programs.config.model.suppress_ids
     token_ids: list[int] = []
     while len(token_ids) < max_new_tokens:
-        token_id = argmax(logits_V, suppress_ids)
+        token_id = argmax(logits_V, suppress_ids, num_pieces)
         if token_id in stop_ids:
             break
         result = run(runner, cache, (token_id,), start + len(token_ids))
@@ -233,16 +238,17 @@ def decode(
     return Decoded(tuple(token_ids), cache, logits_V)
 
 
-def argmax(logits_V: jax.Array, suppress_ids: tuple[int, ...]) -> int:
+def argmax(logits_V: jax.Array, suppress_ids: tuple[int, ...], num_pieces: int | None = None) -> int:
     """The lowest id of the largest logit, on the host, where NumPy finds it much faster than XLA's CPU backend.
 
     Raises:
       WeightsError: a logit is NaN, so none is the largest.
     """
-    on_host_V = np.asarray(jax.device_get(logits_V))
+    on_host_V = np.asarray(jax.device_get(logits_V))[:num_pieces]
+    suppress_ids = [token_id for token_id in suppress_ids if token_id < len(on_host_V)]
     if suppress_ids:
         on_host_V = on_host_V.copy()
-        on_host_V[list(suppress_ids)] = -np.inf
+        on_host_V[suppress_ids] = -np.inf
     token_id = int(on_host_V.argmax())  # The first NaN where there is one.
     if np.isnan(on_host_V[token_id]):
         raise errors.WeightsError(
