@@ -6,9 +6,9 @@ random ways. Every hash must agree, KL must be 0.0, and every detector must fire
 Commands (each with a new or empty folder):
   python -m experiments.graft_exactness --config=configs/exactness_270m.py --out=out/graft_bf16
   python -m experiments.graft_exactness --config=configs/exactness_270m.py --config.dtype=float32 --out=out/graft_f32
-  python -m experiments.schedule_invariance --config=configs/exactness_270m.py --out=out/schedules_bf16
+  python -m experiments.schedule_invariance --config=configs/exactness_270m.py --out=out/schedules
   python -m experiments.schedule_invariance --config=configs/exactness_270m.py --config.schedules=50
-    --config.dtype=float32 --out=out/schedules_f32    (one line)
+    --config.dtype=float32 --out=out/schedules_f32
 
 Expected: samples 50, each count 50, kl_nats_max 0.0; distinct_hashes 1 and five detectors true.
 Time, measured on two cores beside other work: graft_exactness in bfloat16 237 s, in float32 360 s;
