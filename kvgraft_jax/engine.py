@@ -235,7 +235,7 @@ class Engine:
     def score(self, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:
         """Next-token logits at every position of a fresh context: float32 [T, V], 4 V bytes a token, on the host.
 
-        Exact: row t is bit-equal to the logits after a prefill of tokens 0..t.
+        Exact: row t is bit-equal to the logits after a prefill of tokens 0..t, as long as all values are finite.
 
         Raises:
           InputError, CapacityError: as `prefill`.
@@ -274,7 +274,7 @@ class Engine:
     ) -> state_lib.State:
         """A fresh context that holds the artifact's rows at their own positions, as if it had just read the text.
 
-        Exact: bit-exact: K/V rows and logits equal those of the state that was captured.
+        Exact: bit-exact: K/V rows and logits equal those of the state that was captured, which are finite values.
 
         Args:
           artifact: what `capture` or `load_artifact` returned.

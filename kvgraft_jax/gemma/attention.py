@@ -74,8 +74,8 @@ def block_attention(
     """Computes causal attention of T lanes over the written slots of one layer.
 
     Math: softmax(scale q k^T + mask) v, with the softmax in float32 and every other step rounded to the model dtype.
-    Exact: a lane's result depends on its own query and its visible rows alone, bit for bit: not on other lanes, on
-      unwritten slots, or on the number of slots.
+    Exact: where all values of its tokens are finite, a lane's result depends on its own query and its visible rows
+      alone, bit for bit: not on other lanes, on unwritten slots, or on the number of slots.
 
     Args:
       q_rot_TxNxH: [T, N, H] queries at positions start..start+T-1.

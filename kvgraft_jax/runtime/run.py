@@ -118,7 +118,8 @@ def run(
 ) -> RunResult:
     """Writes tokens into a cache, a width at a time, from position `start` on.
 
-    Exact: bit-exact whatever the cuts: running the same tokens in several calls gives the same rows and hidden states.
+    Exact: bit-exact whatever the cuts, for finite values: running the same tokens in several calls gives the same rows
+      and hidden states.
 
     Args:
       runner: programs and parameters.
@@ -163,7 +164,7 @@ def score(
 ) -> np.ndarray:
     """Next-token logits after each token of a run from position `start` on: float32 [T, V] on the host.
 
-    Exact: row t is bit-equal to the logits after a prefill of tokens 0..start + t.
+    Exact: row t is bit-equal to the logits after a prefill of tokens 0..start + t, as long as all values are finite.
     """
     config = runner.programs.config
     logits_TxV = np.empty((len(token_ids), config.model.vocab_size), np.float32)
