@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from huggingface_hub import utils as hub_utils
 import pytest
 
 import kvgraft_jax as kg
-from kvgraft_jax import errors
+from kvgraft_jax import errors, progress
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.checkpoints.hf import hub as hub_lib
 from tests import hub_server, small_checkpoints, tiny, tiny_tokenizers
@@ -130,10 +131,11 @@ def test_a_directory_comes_first(hub, tmp_path):
     refused("config.json: is a file; wanted a directory", f"{NAME}/config.json")
 
 
-@pytest.mark.parametrize("name", [f"./{NAME}", f"../{NAME}", f"/nowhere/{NAME}", f"~/nowhere/{NAME}", "~nobody-here/a"])
+@pytest.mark.parametrize("name", [f"./{NAME}", f"../{NAME}", f"/nowhere/{NAME}", f"~/nowhere/{NAME}"])
 def test_marks_of_a_directory_are_never_a_name_on_the_hub(hub, name):
     message = refused("there is no such directory; wanted a directory with config.json", name)
     assert "Hub" not in message and hub.requests == []
+    refused("there is no such home directory", "~nobody-here/a", kind=errors.InputError)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +324,25 @@ def test_a_model_that_is_refused_costs_no_download_of_weights(hub, tmp_path, pub
     hub.directories[hub_server.COMMIT] = other
     refused("llama", kind=errors.ConfigError)
     assert hub.downloads() == ["config.json"]
+
+
+def test_files_that_would_change_the_model_are_seen_before_anything_large_is_fetched(hub, tmp_path, published):
+    other = tmp_path / "adapted"
+    shutil.copytree(published, other)
+    (other / "adapter_model.safetensors").write_bytes(bytes(64))
+    hub.directories[hub_server.COMMIT] = other
+    refused(r"holds an adapter beside the weights \(adapter_model.safetensors\)")
+    assert not [name for name in hub.downloads() if name.endswith("safetensors")]
+
+
+def test_a_bar_on_a_terminal(hub, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "is_terminal", lambda: True)
+    hub_lib.find(NAME)
+    assert "Downloading bytes: 100%" in capsys.readouterr().err
+    hub.revisions["main"], hub.directories[hub_server.OTHER_COMMIT] = hub_server.OTHER_COMMIT, hub.directory
+    with hub_utils.disable_progress_bars():
+        hub_lib.find(f"{NAME}@{hub_server.OTHER_COMMIT}")
+    assert "Downloading" not in capsys.readouterr().err
 
 
 def test_an_index_that_lists_what_the_repository_lacks(hub, tmp_path, made, tensors):

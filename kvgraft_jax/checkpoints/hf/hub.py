@@ -20,7 +20,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub import utils as hub_utils
 import tqdm
 
-from kvgraft_jax import errors, progress, remembered
+from kvgraft_jax import errors, paths, progress, remembered
 from kvgraft_jax.checkpoints.hf import config as config_lib
 from kvgraft_jax.checkpoints.hf import safetensors_file
 
@@ -31,7 +31,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 _TEXTS = (
     *("config.json", "generation_config.json", safetensors_file.INDEX),
     *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "chat_template.json", "adapter_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 _LOGIN = "run `hf auth login`, or set HF_TOKEN to a token that may read it"
 _NOT_CACHED = (hub_errors.LocalEntryNotFoundError, hub_errors.CachedRepoTreeNotFoundError)
@@ -66,16 +66,18 @@ def find(name: str) -> Files:
         `../` or `~` is a directory.
 
     Raises:
+      InputError: a path that names nothing, such as the home directory of nobody.
       WeightsError: neither is found, the Hub cannot be reached or refuses, or a file is not the one that the Hub holds.
       ConfigError: a configuration that this package does not compute; raised before weights are downloaded.
       ResourceError: the disk has too little space free.
     """
-    directory = pathlib.Path(os.path.expanduser(name))
+    is_path = name.startswith(_DIRECTORY_MARKS) or name in (".", "..")
+    directory = paths.absolute(name, "hf:") if is_path else pathlib.Path(name)
     if directory.is_dir():
         return Files(directory, frozenset(path.name for path in directory.iterdir() if path.is_file()), None)
     if directory.exists():
         raise errors.WeightsError(f"{directory}: is a file; wanted {_DIRECTORY}")
-    if name.startswith(_DIRECTORY_MARKS) or name in (".", ".."):
+    if is_path:
         raise errors.WeightsError(f"{directory}: there is no such directory; wanted {_DIRECTORY}")
     repository, at, revision = name.partition("@")
     return _Repository(repository, revision if at else hub_constants.DEFAULT_REVISION).files()
