@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+import errno
 import pathlib
+import resource
+import sys
 
 import jax
 import psutil
@@ -17,6 +20,11 @@ _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+# Address space that threads (their stacks and the C library's arenas) and compiled programs take beside arrays.
+_RESERVE = 1 << 27
+_WANT = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+_SIGNS = ("can't start new thread", "RESOURCE_EXHAUSTED", "Out of memory", "std::bad_alloc")
 
 
 def check(model: str, needed: int, devices: Iterable[jax.Device], purpose: str, remedy: str) -> None:
@@ -42,13 +50,32 @@ def check(model: str, needed: int, devices: Iterable[jax.Device], purpose: str, 
 
 
 def available(device: jax.Device) -> int | None:
-    """Free bytes of a device, or None where it does not tell: of the host, what neither it nor a container limits."""
+    """Free bytes of a device, or None where it does not tell: of the host, what neither it, a container nor a limit of
+    the process (`ulimit -v`, `ulimit -d`) denies."""
     if device.platform == "cpu":
-        return min([psutil.virtual_memory().available, *group_rooms(_PROCESS_GROUPS, _GROUPS)])
+        return min([psutil.virtual_memory().available, *group_rooms(_PROCESS_GROUPS, _GROUPS), *_process_limits()])
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats or "bytes_in_use" not in stats:
         return None
     return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def is_want(error: BaseException) -> bool:
+    """Tells whether an error says that memory, threads or file handles ran out, which proves nothing about a file."""
+    if isinstance(error, OSError):
+        return error.errno in _WANT
+    said = str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(sign in said for sign in _SIGNS))
+
+
+def _process_limits() -> list[int]:
+    """Bytes that each limit of the process still allows, less what threads and programs take of address space."""
+    if sys.platform != "linux":
+        return []
+    used = psutil.Process().memory_info()
+    limits = ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, used.data))
+    soft = [(resource.getrlimit(kind)[0], present) for kind, present in limits]
+    return [max(0, most - present - _RESERVE) for most, present in soft if most != resource.RLIM_INFINITY]
 
 
 def group_rooms(process_groups: pathlib.Path, root: pathlib.Path) -> list[int]:

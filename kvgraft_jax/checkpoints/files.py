@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, paths
 
 
 def parse_json(raw: bytes, origin: str) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def existing_file(path: str | os.PathLike[str], wanted: str) -> pathlib.Path:
     """`path`, or a `WeightsError` saying what was wanted there."""
-    path = pathlib.Path(path).expanduser()
+    path = paths.absolute(path, "model file")
     if not path.is_file():
         state = "is a directory" if path.is_dir() else "does not exist"
         raise errors.WeightsError(f"{path}: {state}; wanted {wanted}")

@@ -10,7 +10,7 @@ from jax import sharding
 import jax.numpy as jnp
 import numpy as np
 
-from kvgraft_jax import determinism, errors, host_memory
+from kvgraft_jax import determinism, device_memory, errors, host_memory
 from kvgraft_jax.checkpoints import assemble, chats, package
 from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.checkpoints import source as source_lib
@@ -40,7 +40,6 @@ _CUTS = (
 )
 _OPTIONS = {"hf": ("chat",), "gguf": ("chat",), "orbax": ("config", "chat")}
 _SCHEMES = "hf:DIR, hf:OWNER/NAME, gguf:FILE, orbax:DIR, package:gemma-3-270m, or random:NAME?seed=0&layers=6"
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None = None) -> model_lib.Model:
@@ -89,13 +88,13 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
         chat_lib.family_of(options["chat"])
     try:
         found = hub.find(rest) if scheme == "hf" else None
-        source, chat = _open(uri, scheme, rest, found, options)
+        source, chat = _open(scheme, rest, found, options)
         weights = assemble.assemble(source, as_dtype, mesh)
-    except OSError as error:
-        raise errors.WeightsError(
-            f"{errors.shown(uri)}: cannot be read ({type(error).__name__}: {str(error)[:400]}); "
-            "check the path, the disk and the rights of the files"
-        ) from error
+    except (OSError, MemoryError, RuntimeError) as error:
+        typed = _typed(uri, error)
+        if typed is None:
+            raise
+        raise typed from error
     host_memory.trim()
     tokenizer = None if chat is None else chat.tokenizer
     params = flax.core.freeze(weights.params)
@@ -103,20 +102,25 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
     return model_lib.Model(source.config, params, tokenizer, chat, weights.digest, dtype, uri, origin, mesh)
 
 
+def _typed(uri: str, error: Exception) -> errors.KVGraftError | None:
+    """The typed error for a failure of the system; None for a mistake of the program."""
+    told = f"{errors.shown(uri)}: cannot be read ({type(error).__name__}: {str(error)[:400]})"
+    if device_memory.is_want(error):
+        return errors.ResourceError(
+            f"{told}: memory, threads or file handles ran out, and nothing is known against the files; end other "
+            "programs, or raise the limit (ulimit -v, -u, -n), and load it again"
+        )
+    if isinstance(error, OSError):
+        return errors.WeightsError(f"{told}; check the path, the disk and the rights of the files")
+    return None
+
+
 def _open(
-    uri: str, scheme: str, rest: str, found: hub.Files | None, options: Mapping[str, str]
+    scheme: str, rest: str, found: hub.Files | None, options: Mapping[str, str]
 ) -> tuple[source_lib.Source, chat_lib.Chat | None]:
     """The opened checkpoint, and its tokenizer with the prompt template."""
-    try:
-        source, tokenizer, templates = _open_parts(scheme, rest, found, options)
-        return source, chats.open_chat(options.get("chat"), tokenizer, templates, source)
-    except errors.KVGraftError:
-        raise
-    except _MALFORMED as error:
-        raise errors.WeightsError(
-            f"{uri}: its configuration, header or tokenizer holds a value of a kind that no export writes "
-            f"({type(error).__name__}: {str(error)[:200]}); export or download it again"
-        ) from error
+    source, tokenizer, templates = _open_parts(scheme, rest, found, options)
+    return source, chats.open_chat(options.get("chat"), tokenizer, templates, source)
 
 
 def _open_parts(

@@ -145,8 +145,10 @@ def initialise(
         numbers = (*words, np.int32(centre), np.float32(bound * 2.0**-23))
         given = jax.device_put(numbers, sharding_lib.whole(mesh))
         values = _uniform(*given, parameter.shape, dtype, place)
-        # An array keeps the host copy that it once gave out: hash that of a copy, which is dropped.
-        return values, digest_lib.array_digest(jax.device_get(jnp.copy(values)))
+        # An array keeps the host copy that it once gave out: hash that of a copy, which is dropped. One on the host
+        # gives out itself.
+        is_on_host = [device.platform for device in values.devices()] == ["cpu"]
+        return values, digest_lib.array_digest(jax.device_get(values if is_on_host else jnp.copy(values)))
 
     return assemble.collect(config.name, config, dtype, mesh, load)
 

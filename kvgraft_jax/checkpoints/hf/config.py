@@ -85,6 +85,8 @@ def parse_config(
       ConfigError: another architecture, or keys and values that this model does not compute; all are listed.
     """
     whole_type = document.get("model_type")
+    if not isinstance(whole_type, str | None):
+        raise errors.ConfigError(f"model_type: got {errors.shown(whole_type)}, wanted the name of one")
     text = document.get("text_config") if whole_type in _TEXT_TYPES else document
     if not isinstance(text, dict):
         raise errors.ConfigError(f"text_config: got {text!r}, wanted the text part of the {whole_type} model")

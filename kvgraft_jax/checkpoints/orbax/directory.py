@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from kvgraft_jax import errors
+from kvgraft_jax import errors, paths
 from kvgraft_jax.checkpoints import files
 from kvgraft_jax.checkpoints import source as source_lib
 from kvgraft_jax.checkpoints.orbax import names as deepmind_names
@@ -129,7 +129,8 @@ def open_directory(path: str, config_name: str | None = None) -> OrbaxSource:
       ConfigError: the sizes are those of no known configuration.
     """
     config = None if config_name is None else configurations.get(config_name)
-    directory = pathlib.Path(path).expanduser()
+    directory = paths.absolute(path, "model directory")
+    paths.check_plain(directory, "model directory")
     stores = _open_arrays(_checkpoint_directory(directory))
     arrays, is_stacked = _by_layer(directory, stores)
     if any(name.endswith("attn/qkv_einsum") for name in arrays):
