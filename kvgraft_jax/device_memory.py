@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 import errno
+import os
 import pathlib
 import resource
 import sys
@@ -24,7 +25,8 @@ _FILES = (
 # Address space that threads (their stacks and the C library's arenas) and compiled programs take beside arrays.
 _RESERVE = 1 << 27
 _WANT = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
-_SIGNS = ("can't start new thread", "RESOURCE_EXHAUSTED", "Out of memory", "std::bad_alloc")
+# As the libraries below say it, in errors of any type.
+_SIGNS = ("can't start new thread", "RESOURCE_EXHAUSTED", "Out of memory", "bad_alloc", *map(os.strerror, _WANT))
 
 
 def check(model: str, needed: int, devices: Iterable[jax.Device], purpose: str, remedy: str) -> None:
@@ -62,10 +64,9 @@ def available(device: jax.Device) -> int | None:
 
 def is_want(error: BaseException) -> bool:
     """Tells whether an error says that memory, threads or file handles ran out, which proves nothing about a file."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _WANT
-    said = str(error)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(sign in said for sign in _SIGNS))
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in _SIGNS)
 
 
 def _process_limits() -> list[int]:

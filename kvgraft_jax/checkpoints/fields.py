@@ -106,7 +106,7 @@ class Fields:
             self._used[key] = default
             return 1 if default is None else default
         value = self._used[key] = self.values[key]
-        if type(value) not in kinds:
+        if type(value) not in kinds or (type(value) is int and abs(value) >= 1 << 63):
             self.wrong(key, value, wanted)
             return 1
         return value

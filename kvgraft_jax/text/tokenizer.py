@@ -17,8 +17,11 @@ from kvgraft_jax import errors
 from kvgraft_jax.text import bpe_model, sentencepiece_model
 
 _CANDIDATE = re.compile(r"<[^<>]*>")
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 _LITERAL_SPACE = re.compile("(?<=[ \u2581])(?=\u2581)|(?<=\u2581)(?= )")
 _GGUF = "tokenizer.ggml."
+_GGUF_KINDS = {"tokens": tuple, "merges": tuple, "scores": np.ndarray, "token_type": np.ndarray}
+_GGUF_NAMES = {int: "a token id", tuple: "texts", np.ndarray: "numbers"}
 
 
 class Backend(Protocol):
@@ -87,6 +90,13 @@ class Tokenizer:
         """The text of `ids`; control pieces have none, and bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode(self.checked(ids))
 
+    def stream(self) -> Stream:
+        """Opens a decoder that takes tokens one at a time, as a model generates them.
+
+        Exact: the pieces of text that it gives, joined, are `decode` of all tokens, whatever they are.
+        """
+        return Stream(self)
+
     def piece(self, token: int) -> str:
         """Spelling of one token, as in the vocabulary."""
         return self.backend.piece(self._checked(token))
@@ -150,6 +160,44 @@ class Tokenizer:
         return operator.index(token)
 
 
+class Stream:
+    """Text of tokens as they come, never half a character.
+
+    A token is decoded with the one before it, because a tokenizer may drop a space at the beginning of a text. The text
+    of a run of bytes, and of control pieces, which have none, comes with the token that ends the run: some libraries
+    take all of a run back when its last bytes are no character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._controls = frozenset(tokenizer.controls.values())
+        self._before: list[int] = []  # The last token whose text was given.
+        self._held: list[int] = []  # Tokens after it.
+
+    def push(self, token: int) -> str:
+        """Takes the next token and returns the text that is certain now, "" where it may still change.
+
+        Raises:
+          InputError: no token id of this vocabulary.
+        """
+        self._held += self._tokenizer.checked([token])
+        last = self._held[-1]
+        if last in self._controls or _BYTE_PIECE.fullmatch(self._tokenizer.piece(last)):
+            return ""
+        text = self._text()
+        self._before, self._held = [last], []
+        return text
+
+    def flush(self) -> str:
+        """Returns the text that is still held, U+FFFD for bytes that are no character; the next token begins anew."""
+        text = self._text()
+        self._before, self._held = [], []
+        return text
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._before + self._held)[len(self._tokenizer.decode(self._before)) :]
+
+
 def from_sentencepiece(model: bytes, origin: str) -> Tokenizer:
     """The tokenizer of a serialised SentencePiece model; `origin` names it in messages."""
     model = sentencepiece_model.isolate_controls(model)
@@ -169,6 +217,8 @@ def from_json(raw: bytes, origin: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json document; `origin` names it in messages."""
     try:
         library = tokenizers.Tokenizer.from_str(raw.decode())
+    except MemoryError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise errors.TokenizerError(f"{origin}: no tokenizer.json ({error}); fetch the file again") from None
     library.no_truncation()
@@ -194,13 +244,13 @@ def from_json(raw: bytes, origin: str) -> Tokenizer:
 def from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer | None:
     """The tokenizer in the metadata of a GGUF file; None where it holds none."""
     kind = metadata.get(_GGUF + "model", "no_vocab")
-    if kind == "no_vocab":
+    if isinstance(kind, str) and kind == "no_vocab":
         return None
-    if kind == "gemma4":
+    if isinstance(kind, str) and kind == "gemma4":
         return _from_gguf_merges(metadata, origin)
-    if kind != "llama":
+    if not isinstance(kind, str) or kind != "llama":
         raise errors.TokenizerError(
-            f"{origin}: {_GGUF}model: got {kind!r}, wanted 'llama' or 'gemma4', those of Gemma 3 and 4"
+            f"{origin}: {_GGUF}model: got {errors.shown(kind)}, wanted 'llama' or 'gemma4', those of Gemma 3 and 4"
         )
     wanted = ("tokens", "scores", "token_type", "unknown_token_id", "bos_token_id", "eos_token_id", "padding_token_id")
     pieces, scores_V, types_V, *special = _gguf_values(metadata, wanted, origin)
@@ -251,7 +301,15 @@ def _gguf_values(metadata: Mapping[str, Any], wanted: Sequence[str], origin: str
     missing = [_GGUF + key for key in wanted if _GGUF + key not in metadata]
     if missing:
         raise errors.TokenizerError(f"{origin}: metadata lacks {', '.join(missing)}; convert the model again")
-    return [metadata[_GGUF + key] for key in wanted]
+    values = [metadata[_GGUF + key] for key in wanted]
+    for key, value in zip(wanted, values, strict=True):
+        kind = _GGUF_KINDS.get(key, int)
+        if type(value) is not kind or (kind is np.ndarray and value.ndim != 1):
+            got = errors.shown(value)
+            raise errors.TokenizerError(
+                f"{origin}: {_GGUF}{key}: got {got}, wanted {_GGUF_NAMES[kind]}; convert the model again"
+            )
+    return values
 
 
 def _tokenizer(

@@ -300,3 +300,26 @@ def test_released_shapes(name):
         "gemma-4-26b-a4b": {"layer_0/mlp/gating_einsum": (128, 2, 704, 2816), "layer_0/mlp2/linear": (2112, 2816)},
     }[name]
     assert {array: by_array.get(array) for array in wanted} == wanted
+
+
+def test_a_save_that_was_not_finished_blocks_nothing(tmp_path, flat_files):
+    good, torn = tmp_path / "m" / "default", tmp_path / "m" / "default.orbax-checkpoint-tmp-17"
+    shutil.copytree(flat_files, good)
+    shutil.copytree(flat_files, torn)
+    whole = load.load_model(f"orbax:{tmp_path / 'm'}").digest
+    assert whole == load.load_model(f"orbax:{good}").digest
+    shutil.rmtree(good)
+    for named in (tmp_path / "m", torn):
+        with pytest.raises(
+            errors.WeightsError, match="holds only default.orbax-checkpoint-tmp-17, which Orbax had not"
+        ):
+            load.load_model(f"orbax:{named}")
+
+
+def test_want_of_file_handles_is_no_damage(tmp_path, flat_files, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: Error opening file: Too many open files")
+
+    monkeypatch.setattr(orbax_directory.tensorstore, "open", fail)
+    with pytest.raises(errors.ResourceError, match="cannot be opened, because memory, threads or file handles ran out"):
+        load.load_model(f"orbax:{flat_files}")

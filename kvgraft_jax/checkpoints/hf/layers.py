@@ -30,7 +30,7 @@ def layer_kinds(fields: fields_lib.Fields, num_layers: int, period: int) -> tupl
     names = fields.take("layer_types")
     if names is None:
         return config_lib.repeating_kinds(num_layers, period)
-    if not isinstance(names, list) or any(name not in KINDS for name in names) or len(names) != num_layers:
+    if not isinstance(names, list) or any(name not in list(KINDS) for name in names) or len(names) != num_layers:
         fields.wrong("layer_types", names, f"{num_layers} names out of {', '.join(KINDS)}")
         return config_lib.repeating_kinds(num_layers, period)
     return tuple(KINDS[name] for name in names)
@@ -99,7 +99,7 @@ def rotary(
     if rope_type not in types or rope:
         fields.problems.append(f"{where}: got type {rope_type!r} with {rope}, wanted one of {', '.join(types)}")
     for key, value in values.items():
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or (type(value) is int and abs(value) >= 1 << 63):
             fields.wrong(f"{where}: {key}", value, "a number")
             return config_lib.RotaryConfig(1e4)
     try:

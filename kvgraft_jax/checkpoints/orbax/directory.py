@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from kvgraft_jax import errors, paths
+from kvgraft_jax import device_memory, errors, paths
 from kvgraft_jax.checkpoints import files
 from kvgraft_jax.checkpoints import source as source_lib
 from kvgraft_jax.checkpoints.orbax import names as deepmind_names
@@ -38,6 +38,7 @@ _PERIOD = 6
 _STACK = re.compile(r"stacked_layers/attention_type_(\d)/(.+)")
 _LAYER = re.compile(r"layer_(\d{1,4})/.+")
 _MAX_STACK = 1000
+_UNFINISHED = ".orbax-checkpoint-tmp"
 _DEEPMIND_VOCAB = 262_144
 _STORE_ERRORS = (ValueError, OSError, RuntimeError, NotImplementedError)
 
@@ -110,9 +111,7 @@ class OrbaxSource:
         try:
             rows = view[first:last].read(order="C").result()
         except _STORE_ERRORS as error:
-            raise errors.WeightsError(
-                f"{self.origin}: {array.key}: cannot be read; truncated? Fetch it again. {str(error)[:400]}"
-            ) from None
+            raise _unreadable(error, f"{self.origin}: {array.key}: cannot be read; truncated? Fetch it again") from None
         return _Block(name, first * each, rows.reshape(-1, place.shape[-1]))
 
 
@@ -166,8 +165,15 @@ def _checkpoint_directory(directory: pathlib.Path) -> pathlib.Path:
     """`directory`, or the one in it in which Orbax put the arrays (`default`, `state`, ...)."""
     files.check_directory(directory, "that Orbax wrote")
     found = [place for place in (directory, *sorted(directory.iterdir())) if _is_checkpoint(place)]
-    if found[:1] == [directory]:
+    unfinished = [place for place in found if _UNFINISHED in place.name]
+    if found[:1] == [directory] != unfinished[:1]:
         return directory
+    found = [place for place in found if place not in unfinished]
+    if unfinished and not found:
+        raise errors.WeightsError(
+            f"{directory}: holds only {', '.join(place.name for place in unfinished)[:300]}, which Orbax had not "
+            "finished to write; save the checkpoint again"
+        )
     if len(found) != 1:
         raise errors.WeightsError(
             f"{directory}: {len(found)} directories in it hold an Orbax checkpoint (_METADATA or manifest.ocdbt); "
@@ -197,12 +203,20 @@ def _open_arrays(directory: pathlib.Path) -> dict[str, tensorstore.TensorStore]:
                 opening[name] = tensorstore.open(array, open=True, read=True)
         stores = {name: future.result() for name, future in sorted(opening.items())}
     except _STORE_ERRORS as error:
-        raise errors.WeightsError(
-            f"{directory}: an array cannot be opened; truncated? Fetch the checkpoint again. {str(error)[:400]}"
-        ) from None
+        problem = f"{directory}: an array cannot be opened; truncated? Fetch the checkpoint again"
+        raise _unreadable(error, problem) from None
     if not stores:
         raise errors.WeightsError(f"{directory}: holds no array of a text decoder; truncated? Fetch it again")
     return stores
+
+
+def _unreadable(error: Exception, problem: str) -> errors.KVGraftError:
+    if device_memory.is_want(error):
+        return errors.ResourceError(
+            f"{problem.partition(';')[0]}, because memory, threads or file handles ran out: end other programs, or "
+            f"raise the limit (ulimit -v, -u, -n). {str(error)[:400]}"
+        )
+    return errors.WeightsError(f"{problem}. {str(error)[:400]}")
 
 
 def _canonical(key: str) -> str | None:
