@@ -7,6 +7,8 @@ import functools
 import os
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -323,3 +325,36 @@ def test_want_of_file_handles_is_no_damage(tmp_path, flat_files, monkeypatch):
     monkeypatch.setattr(orbax_directory.tensorstore, "open", fail)
     with pytest.raises(errors.ResourceError, match="cannot be opened, because memory, threads or file handles ran out"):
         load.load_model(f"orbax:{flat_files}")
+
+
+_FORK = """
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")
+from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import load
+from kvgraft_jax.gemma import configurations
+from tests import orbax_checkpoints as written
+configurations.CONFIGURATIONS["small-gemma3"] = written.config("gemma3")
+if "after" in sys.argv:
+    load.load_model(sys.argv[1])
+child = os.fork()
+if not child:
+    signal.alarm(120)
+    try:
+        print(load.load_model(sys.argv[1]).digest, flush=True)
+    except errors.ResourceError as error:
+        print(error, flush=True)
+    os._exit(0)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forked_worker_loads_or_is_told_to_be_spawned(flat_files, when):
+    command = [sys.executable, "-c", _FORK, f"orbax:{flat_files}", when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if when == "before":
+        assert done.stdout.strip() == load.load_model(f"orbax:{flat_files}").digest
+    else:
+        assert "was forked from one that had already used TensorStore" in done.stdout and "'spawn'" in done.stdout

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from kvgraft_jax import device_memory, errors, paths
+from kvgraft_jax import device_memory, errors, forks, paths
 from kvgraft_jax.checkpoints import files
 from kvgraft_jax.checkpoints import source as source_lib
 from kvgraft_jax.checkpoints.orbax import names as deepmind_names
@@ -127,6 +127,7 @@ def open_directory(path: str, config_name: str | None = None) -> OrbaxSource:
         unexpected or of the wrong shape.
       ConfigError: the sizes are those of no known configuration.
     """
+    forks.use_tensorstore(f"orbax:{path}")
     config = None if config_name is None else configurations.get(config_name)
     directory = paths.absolute(path, "model directory")
     paths.check_plain(directory, "model directory")
