@@ -1,16 +1,12 @@
-"""Models of the Hub by name, with the real client against a server on this machine: cache, downloads, errors."""
+"""Models of the Hub by name, with the real client against a server on this machine: names, cache, token, errors."""
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
-import huggingface_hub
 from huggingface_hub import constants as hub_constants
 from huggingface_hub import utils as hub_utils
 import pytest
@@ -19,62 +15,19 @@ import kvgraft_jax as kg
 from kvgraft_jax import errors, progress
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.checkpoints.hf import hub as hub_lib
-from tests import hub_server, small_checkpoints, tiny, tiny_tokenizers
+from tests import hub_server, small_checkpoints, tiny
+from tests.checkpoints import published as published_model
 
-NAME = hub_server.REPOSITORY
+NAME, SOURCE = published_model.NAME, published_model.SOURCE
+made, tensors, published, hub = (
+    published_model.made,
+    published_model.tensors,
+    published_model.published,
+    published_model.hub,
+)
+refused = published_model.refused
 URI = f"hf:{NAME}"
-SOURCE = f"hf:{NAME}@{hub_server.COMMIT}"
 ROOT = pathlib.Path(__file__).parents[2]
-
-tensors = small_checkpoints.tensors
-
-
-@pytest.fixture(scope="module")
-def made():
-    """A small model whose vocabulary is that of the small tokenizer."""
-    return load.load_model(small_checkpoints.URI.replace("vocab=97", "vocab=420"))
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory, made, tensors):
-    """A repository's files: what is read, and much that is not."""
-    directory = tmp_path_factory.mktemp("published")
-    small_checkpoints.write_safetensors(directory, small_checkpoints.new_config(made.config), tensors, shards=3)
-    (directory / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
-    (directory / "README.md").write_text("# A model")
-    (directory / "flax_model.msgpack").write_bytes(bytes(64))
-    (directory / "pytorch_model.bin").write_bytes(bytes(64))
-    (directory / "original").mkdir()
-    (directory / "original" / "model.safetensors").write_bytes(bytes(64))
-    (directory / "original" / "config.json").write_text("{}")
-    return directory
-
-
-@pytest.fixture
-def hub(published, tmp_path, monkeypatch):
-    """Returns the server, with an empty cache and no token."""
-    hub_utils.close_session()
-    with hub_server.serve(published) as server:
-        monkeypatch.setattr(hub_constants, "ENDPOINT", server.endpoint)
-        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(hub_constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-        monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.chdir(tmp_path)
-        yield server
-        hub_utils.close_session()
-
-
-def refused(match: str, name: str = NAME, kind: type[Exception] = errors.WeightsError) -> str:
-    """Asserts that a name is refused; returns the message."""
-    with pytest.raises(kind, match=match) as caught:
-        hub_lib.find(name)
-    return str(caught.value)
 
 
 def cached(hub) -> pathlib.Path:
@@ -260,101 +213,14 @@ def forget_listings() -> None:
     _tree_cache._IN_MEMORY_TREE_CACHE.clear()
 
 
-def test_a_download_that_breaks_off_goes_on(hub, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    hub.cut, hub.cuts = 1000, 2
-    assert hub_lib.find(NAME).source == SOURCE
-    assert len([path for path in hub.requests if path.startswith("GET")]) == 2 + 7 + 2  # The rest of what broke off.
-    other = f"{NAME}@next"
-    hub.revisions["next"] = hub_server.OTHER_COMMIT
-    hub.cuts = 1000
-    (pathlib.Path(hub_constants.HF_HUB_CACHE) / "models--owner--model").rename("elsewhere")
-    refused("the connection to .* failed .*; load it again", other)
-
-
-def test_a_download_that_ends_early(hub):
-    hub.cut, hub.declares_less = 10, True
-    refused("a file did not arrive whole.*; load it again")
-    hub.cut = 0
-    assert hub_lib.find(NAME).source == SOURCE
-
-
-def test_wrong_bytes_are_refused_and_their_file_named(hub):
-    hub.flipped = True
-    message = refused("safetensors: has SHA-256 [0-9a-f]{64}, but the Hub's file has [0-9a-f]{64}; delete .* and load")
-    blob = pathlib.Path(message.split("delete ")[1].split(" and load")[0])
-    hub.flipped = False
-    refused("has SHA-256")  # In the cache it stays wrong.
-    while True:
-        blob.unlink()
-        try:
-            found = hub_lib.find(NAME)
-        except errors.WeightsError as error:
-            blob = pathlib.Path(str(error).split("delete ")[1].split(" and load")[0])
-        else:
-            break
-    assert found.source == SOURCE
-
-
-def test_no_space(hub, monkeypatch):
-    hub.sizes["model-00002-of-00003.safetensors"] = 10**18
-    refused("bytes are to be downloaded, [0-9]+ are free; free some space in .*HF_HUB_CACHE", kind=errors.ResourceError)
-    assert not [name for name in hub.downloads() if name.endswith("safetensors")]
-    for error in (OSError(errno.ENOSPC, "full"), RuntimeError("I/O error: No space left on device (os error 28)")):
-
-        def full(*_, raised=error, **__):
-            raise raised
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-        monkeypatch.setattr(hub_lib, "_NOT_CACHED", (*hub_lib._NOT_CACHED, type(error)))
-        refused("the disk is full; free some space", kind=errors.ResourceError)
-
-
-def test_a_cache_that_cannot_be_written(hub, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "file"))
-    refused("the cache .*/file cannot be written .*; set HF_HUB_CACHE to another")
-
-
-def test_a_model_that_is_refused_costs_no_download_of_weights(hub, tmp_path, published):
-    other = tmp_path / "llama"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (other / "model.safetensors").write_bytes(bytes(64))
-    hub.directories[hub_server.COMMIT] = other
-    refused("llama", kind=errors.ConfigError)
-    assert hub.downloads() == ["config.json"]
-
-
-def test_files_that_would_change_the_model_are_seen_before_anything_large_is_fetched(hub, tmp_path, published):
-    other = tmp_path / "adapted"
-    shutil.copytree(published, other)
-    (other / "adapter_model.safetensors").write_bytes(bytes(64))
-    hub.directories[hub_server.COMMIT] = other
-    refused(r"holds an adapter beside the weights \(adapter_model.safetensors\)")
-    assert not [name for name in hub.downloads() if name.endswith("safetensors")]
-
-
 def test_a_bar_on_a_terminal(hub, monkeypatch, capsys):
     monkeypatch.setattr(progress, "is_terminal", lambda: True)
     hub_lib.find(NAME)
-    assert "Downloading bytes: 100%" in capsys.readouterr().err
+    assert "complete: 100%" in capsys.readouterr().err
     hub.revisions["main"], hub.directories[hub_server.OTHER_COMMIT] = hub_server.OTHER_COMMIT, hub.directory
     with hub_utils.disable_progress_bars():
         hub_lib.find(f"{NAME}@{hub_server.OTHER_COMMIT}")
-    assert "Downloading" not in capsys.readouterr().err
-
-
-def test_an_index_that_lists_what_the_repository_lacks(hub, tmp_path, made, tensors):
-    other = tmp_path / "lacks"
-    small_checkpoints.write_safetensors(other, small_checkpoints.new_config(made.config), tensors, shards=2)
-    (other / "model-00002-of-00002.safetensors").unlink()
-    hub.directories[hub_server.COMMIT] = other
-    refused("its model.safetensors.index.json lists .*model-00002.*which it does not hold")
-    (other / "model.safetensors.index.json").unlink()
-    hub.directories[hub_server.COMMIT], hub.revisions["next"] = hub.directory, hub_server.OTHER_COMMIT
-    hub.directories[hub_server.OTHER_COMMIT] = other
-    refused("holds neither model.safetensors nor model.safetensors.index.json", f"{NAME}@next")
+    assert "complete" not in capsys.readouterr().err
 
 
 LOAD = """
