@@ -1,14 +1,14 @@
 """Digests: canonical JSON, and SHA-256 of arrays over 1-MiB leaves.
 
 An array's digest is the SHA-256 over a tagged header (dtype, shape) and the SHA-256 of each of its 1-MiB leaves, in
-C order and little-endian. Leaves are hashed in parallel (hashlib releases the GIL), and a damaged array names the leaf.
+C order and little-endian. Leaves are hashed in parallel (hashlib releases the GIL), so a damaged leaf can be named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent import futures
-import functools
+import contextlib
 import hashlib
 import json
 import os
@@ -88,7 +88,7 @@ def leaf_digests(array: np.ndarray) -> list[str]:
     """Returns the SHA-256 (hex) of each 1-MiB leaf of the array's bytes, in order; an empty array has one leaf."""
     raw = array_bytes(array)
     leaves = [raw[i : i + LEAF_BYTES] for i in range(0, max(len(raw), 1), LEAF_BYTES)]
-    return [d.hex() for d in _map(_sha256, leaves)]
+    return [d.hex() for d in in_parallel(_sha256, leaves)]
 
 
 def combine_leaves(dtype: str, shape: tuple[int, ...], leaves: list[str]) -> str:
@@ -119,13 +119,17 @@ def _sha256(raw: memoryview) -> bytes:
     return hashlib.sha256(raw).digest()
 
 
-def _map(function, items: list) -> Iterator:
+def in_parallel(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """Applies a function to every item, in threads where the system lets some start, and returns the results in order.
+
+    Threads cannot start at interpreter shutdown or beyond a limit of the system; then the caller computes.
+    """
+    items = list(items)
     if len(items) < 2:
-        return map(function, items)
-    return _pool().map(function, items)
-
-
-@functools.cache
-def _pool() -> futures.ThreadPoolExecutor:
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
-    return futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="sha256")
+        return [function(item) for item in items]
+    running: list[futures.Future] = []
+    with futures.ThreadPoolExecutor(min(len(items), os.cpu_count() or 1), thread_name_prefix="digest") as pool:
+        with contextlib.suppress(RuntimeError):  # From `submit` alone; those of the function are in its future.
+            running += (pool.submit(function, item) for item in items)
+        late = [function(item) for item in items[len(running) :]]
+        return [future.result() for future in running] + late

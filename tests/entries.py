@@ -65,5 +65,5 @@ def assert_refused(entry, field=""):
     assert field in caught.value.field + ": " + caught.value.reason, str(caught.value)
 
 
-def rooms(directory):
+def scratch_directories(directory):
     return [name for name in os.listdir(directory) if name.startswith(".writing-")]

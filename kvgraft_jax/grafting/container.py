@@ -1,14 +1,13 @@
 """The container: a directory that appears whole or not at all, and in which every byte of every file is accounted for.
 
-It is filled in a hidden room beside its place, sealed with a list of its files (size and SHA-256), flushed and then
-renamed. A room is locked while its writer lives, so the next writer can tell the leftovers of a dead one, and sweeps
-them.
+It is filled in a hidden scratch directory beside its place, sealed with a list of its files (size and SHA-256), flushed
+and then renamed. A scratch directory is locked while its writer lives, so the next writer recognises and removes what a
+dead one left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent import futures
 import contextlib
 import fcntl
 import os
@@ -16,16 +15,19 @@ import pathlib
 import shutil
 import stat
 import tempfile
+import time
 from typing import Any
 
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, progress
 
 SEAL = "files.json"
 SCHEMA = "kvgraft/files/1"
 
 _MAX_SEAL_BYTES = 1 << 20
 _LOCK = ".lock"
-_ROOM = ".writing-"
+_SCRATCH = ".writing-"
+_PATIENCE_S = 5.0
+_POLL_S = 0.05
 
 
 @contextlib.contextmanager
@@ -38,18 +40,18 @@ def writing(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         with _locked(directory):
-            for leftover in directory.glob(_ROOM + "*"):
-                _sweep(leftover)
-            room = pathlib.Path(tempfile.mkdtemp(prefix=_ROOM, dir=directory))
-            stack.enter_context(_flock(room, os.O_RDONLY))
-        stack.callback(shutil.rmtree, room, ignore_errors=True)
-        entry = room / "entry"
+            for leftover in directory.glob(_SCRATCH + "*"):
+                _remove_leftover(leftover)
+            scratch = pathlib.Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=directory))
+            stack.enter_context(_flock(_open(scratch)))
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        entry = scratch / "entry"
         entry.mkdir()
         yield entry
 
 
 def publish(entry: pathlib.Path, place: pathlib.Path, is_intact: Callable[[], bool]) -> None:
-    """Moves a sealed container from its room to its place, in one rename; readers never see a part of it.
+    """Moves a sealed container from its scratch directory to its place, in one rename; readers never see a part of it.
 
     Args:
       entry: what `writing` gave.
@@ -100,7 +102,7 @@ def verify(entry: pathlib.Path, artifact_id: str, check_sizes: Callable[[dict[st
         if name not in found:
             raise errors.IntegrityError(artifact_id, name, "the file is missing")
         if name not in sealed:
-            raise errors.IntegrityError(artifact_id, name, f"{SEAL} does not list this file")
+            raise errors.IntegrityError(artifact_id, name, f"{SEAL} does not list it; {foreign(entry / name)}")
         if sealed[name]["bytes"] != found[name]:
             raise errors.IntegrityError(artifact_id, name, f"has {found[name]} bytes, wanted {sealed[name]['bytes']}")
     check_sizes(found)
@@ -148,37 +150,80 @@ def _walk(entry: pathlib.Path, artifact_id: str) -> dict[str, int]:
         elif stat.S_ISREG(status.st_mode):
             found[name] = status.st_size
         else:
-            raise errors.IntegrityError(artifact_id, name or str(path), "a link or special file, wanted a plain file")
+            raise errors.IntegrityError(artifact_id, name or str(path), f"a link or special file; {foreign(path)}")
     return found
 
 
+def foreign(path: pathlib.Path) -> str:
+    """Says what to do about a file or link that no artifact has."""
+    return (
+        "an artifact has no such file. If a file manager or synchronisation tool left it there (such as .DS_Store), "
+        f"delete {str(path)!r}; if a link replaced it, copy what the link points to"
+    )
+
+
 def _digests(paths: list[pathlib.Path]) -> list[str]:
-    with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(digest.file_digest, paths))
+    return digest.in_parallel(digest.file_digest, paths)
 
 
-def _sweep(leftover: pathlib.Path) -> None:
-    """Removes a room whose writer is dead: its lock can be had."""
-    with contextlib.suppress(OSError), _flock(leftover, os.O_RDONLY, fcntl.LOCK_NB):
+def _remove_leftover(leftover: pathlib.Path) -> None:
+    """Removes a scratch directory whose writer is dead, which is known from its lock being free."""
+    with contextlib.suppress(OSError), _flock(_open(leftover), fcntl.LOCK_NB):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _locked(directory: pathlib.Path) -> Iterator[None]:
-    """Holds the lock under which rooms are made and swept and containers are put in place."""
-    with _flock(directory / _LOCK, os.O_RDWR | os.O_CREAT):
+    """Holds the lock of a directory of containers; says so where another process holds it for long.
+
+    A lock needs no right to write, so every user who can read the lock file can take it.
+    """
+    path = directory / _LOCK
+    try:
+        descriptor = _open(path)
+    except FileNotFoundError:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        except FileExistsError:
+            descriptor = _open(path)
+        else:  # Whoever may use the directory may lock it, whatever this user's umask.
+            os.fchmod(descriptor, directory.stat().st_mode & 0o666)
+    with _flock(descriptor, waits_for=str(path)):
         yield
+
+
+def _open(path: pathlib.Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
 @contextlib.contextmanager
-def _flock(path: pathlib.Path, flags: int, more: int = 0) -> Iterator[None]:
-    """Holds an exclusive lock on a file or directory; the system releases it when the process ends in any way."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
+def _flock(descriptor: int, more: int = 0, waits_for: str = "") -> Iterator[None]:
+    """Holds an exclusive lock on an open file or directory, and closes it; a process that ends in any way releases it.
+
+    Args:
+      descriptor: of the file.
+      more: flags beside LOCK_EX.
+      waits_for: a path to name on stderr when the lock is not free for some seconds; "" waits silently.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | more)
+        if waits_for:
+            _wait(descriptor, waits_for)
+        else:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | more)
         yield
     finally:
         os.close(descriptor)
+
+
+def _wait(descriptor: int, path: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_POLL_S)
+    progress.say(f"kvgraft_jax: waiting for {path}, which another process has locked")
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _flush(path: str | pathlib.Path) -> None:

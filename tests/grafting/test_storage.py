@@ -103,7 +103,7 @@ def test_threads_that_save_and_load_at_once(tmp_path):
     with futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert set(storage.list_artifacts(tmp_path)) == {artifact.artifact_id for artifact in artifacts}
-    assert not entries.rooms(tmp_path)
+    assert not entries.scratch_directories(tmp_path)
 
 
 def test_a_relative_directory_works(tmp_path, monkeypatch):
@@ -171,7 +171,7 @@ def test_an_intact_entry_is_kept_and_a_damaged_one_replaced(entry):
     entries.assert_refused(entry, "manifest.json")
     assert storage.save_artifact(entries.make_artifact(), entry.parent) == entry.name
     assert storage.load_artifact(entry.parent, entry.name) == entries.make_artifact()
-    assert not entries.rooms(entry.parent)
+    assert not entries.scratch_directories(entry.parent)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_bytes_that_were_written_wrong_are_found_before_the_entry_appears(tmp_pa
     monkeypatch.setattr(storage, "_write", write_wrong)
     with pytest.raises(errors.StorageError, match="logits: leaf 0 of 1"):
         storage.save_artifact(entries.make_artifact(), tmp_path)
-    assert storage.list_artifacts(tmp_path) == () and not entries.rooms(tmp_path)
+    assert storage.list_artifacts(tmp_path) == () and not entries.scratch_directories(tmp_path)
 
 
 def test_files_and_folders_are_flushed_before_the_rename_and_the_directory_after_it(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from kvgraft_jax import digest, errors
 from kvgraft_jax import pin as pin_lib
-from kvgraft_jax.grafting import container, storage
+from kvgraft_jax.grafting import container, orbax_arrays, storage
 from kvgraft_jax.grafting import manifest as manifest_lib
 from tests import entries
 
@@ -133,8 +133,8 @@ FORGERIES = {
 @pytest.mark.parametrize("path, value, field", FORGERIES.values(), ids=FORGERIES)
 def test_a_forged_manifest_with_its_own_id_is_refused_before_arrays_are_read(path, value, field, entry, monkeypatch):
     reads = []
-    load = storage.ocp.load
-    monkeypatch.setattr(storage.ocp, "load", lambda *a, **k: reads.append(a) or load(*a, **k))
+    read = orbax_arrays.read
+    monkeypatch.setattr(orbax_arrays, "read", lambda *a: reads.append(a) or read(*a))
     known = value != "object" and value != "|O" and value != "float16"
     if known:
         entry = forge(entry, change_at(*path, value=value))
@@ -212,7 +212,7 @@ def test_other_layouts_are_refused_before_arrays_are_read(field, value, entry):
 
 def test_a_shape_that_orbax_notes_too_is_compared_with_the_bytes_on_disk(entry, monkeypatch):
     reads = []
-    monkeypatch.setattr(storage.ocp, "load", lambda *arguments, **named: reads.append(arguments))
+    monkeypatch.setattr(orbax_arrays, "read", lambda *arguments: reads.append(arguments))
     shape = [25 * 10**4]
     rewrite(entry / "arrays" / "state" / "logits" / ".zarray", lambda noted: noted.update(shape=shape, chunks=shape))
     entry = forge(entry, lambda manifest: manifest["logits"].update(shape=shape))

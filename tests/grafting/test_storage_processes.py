@@ -4,9 +4,15 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
+import pytest
+
+from kvgraft_jax import errors
 from kvgraft_jax.grafting import container, storage
 from tests import entries
+
+stored, entry = entries.stored, entries.entry
 
 
 def run(code, *arguments):
@@ -62,8 +68,8 @@ def test_rooms_of_the_living_are_kept_and_those_of_the_dead_swept(tmp_path):
         (living / "half").write_bytes(b"x")
         storage.save_artifact(entries.make_artifact(), tmp_path)
         assert (living / "half").read_bytes() == b"x"
-        assert entries.rooms(tmp_path) == [living.parent.name]
-    assert not entries.rooms(tmp_path)
+        assert entries.scratch_directories(tmp_path) == [living.parent.name]
+    assert not entries.scratch_directories(tmp_path)
 
 
 def test_processes_that_deposit_the_same_ids_and_one_that_dies(tmp_path):
@@ -90,7 +96,7 @@ def test_processes_that_deposit_the_same_ids_and_one_that_dies(tmp_path):
         >= seen
     )
     storage.save_artifact(entries.make_artifact(8), tmp_path)
-    assert not entries.rooms(tmp_path)
+    assert not entries.scratch_directories(tmp_path)
 
 
 def test_a_full_disk_is_a_clear_error_and_the_next_deposit_works(tmp_path):
@@ -119,3 +125,46 @@ storage.save_artifact(artifact, sys.argv[1])
     assert process.returncode == 0
     for artifact in (entries.make_artifact(1), entries.make_artifact(2, vocabulary=100_000)):
         assert storage.load_artifact(tmp_path, artifact.artifact_id) == artifact
+
+
+def test_another_user_may_lock_what_it_may_not_write(tmp_path):
+    tmp_path.chmod(0o2777)
+    before = os.umask(0o077)
+    try:
+        with container._locked(tmp_path):
+            pass
+    finally:
+        os.umask(before)
+    lock = tmp_path / ".lock"
+    assert lock.stat().st_mode & 0o777 == 0o666  # As the directory, whatever the first user's umask.
+    lock.chmod(0o444)
+    with container._locked(tmp_path), pytest.raises(BlockingIOError), container._flock(container._open(lock), 4):
+        pass
+
+
+def test_a_lock_that_another_holds_is_told_and_waited_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(container, "_PATIENCE_S", 0.2)
+    with container._locked(tmp_path):
+        thread = threading.Thread(target=lambda: storage.save_artifact(entries.make_artifact(), tmp_path))
+        thread.start()
+        thread.join(1.0)
+        assert thread.is_alive() and storage.list_artifacts(tmp_path) == ()
+    thread.join(30)
+    assert f"waiting for {tmp_path / '.lock'}, which another process has locked" in capsys.readouterr().err
+    assert storage.list_artifacts(tmp_path) == (entries.make_artifact().artifact_id,)
+
+
+@pytest.mark.parametrize(
+    "name", [".DS_Store", "arrays/._state", "arrays/state/full/.DS_Store", "arrays/state/full/0.0"]
+)
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_foreign_file_is_refused_with_what_to_delete(entry, name, is_sealed):
+    (entry / name).write_bytes(b"x")
+    if is_sealed:
+        entries.reseal(entry)
+    with pytest.raises(errors.IntegrityError, match=f"delete '{entry / name}'"):
+        storage.load_artifact(entry.parent, entry.name)
+    (entry / name).unlink()
+    if is_sealed:
+        entries.reseal(entry)
+    assert storage.load_artifact(entry.parent, entry.name)

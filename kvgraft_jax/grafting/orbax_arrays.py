@@ -1,0 +1,208 @@
+"""Arrays of an artifact as an Orbax checkpoint: saved by Orbax, read back as the plain bytes that they are.
+
+Orbax saves each array uncompressed, as one chunk, so a load needs neither Orbax nor its threads: it works in a forked
+process, in a `jax.distributed` job, at interpreter shutdown and where no thread can be started. Orbax works in none of
+these, so there a save runs it in a process of its own: `python -m kvgraft_jax.grafting.orbax_arrays`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import jax
+import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from kvgraft_jax import digest, errors
+
+STATE = "state"
+NOTES = ("_CHECKPOINT_METADATA", "orbax.checkpoint", f"{STATE}/_METADATA")
+"""Files that Orbax writes beside the arrays."""
+
+_ZARRAY = ".zarray"
+_DTYPES = {"bfloat16": "bfloat16", "float32": "<f4", "int32": "<i4"}
+_LOCK = threading.Lock()  # A save waits for signals under the number of the latest one in the process.
+_LAST_WORDS = 2000
+
+
+def files_of(name: str, num_axes: int) -> tuple[str, str]:
+    """Returns the two files of an array, relative to the checkpoint: its description and its one chunk."""
+    return f"{STATE}/{name}/{_ZARRAY}", f"{STATE}/{name}/{'.'.join('0' * num_axes)}"
+
+
+def difference(raw: bytes, dtype: str, shape: tuple[int, ...]) -> str:
+    """Says how an array's description differs from an uncompressed array of this dtype and shape; "" if it does not.
+
+    Raises:
+      ValueError: the description is not a JSON object.
+    """
+    noted = digest.parse_json(raw)
+    if not isinstance(noted, dict):
+        raise ValueError(f"got a JSON {type(noted).__name__}, wanted an object")
+    wanted = {
+        "zarr_format": 2,
+        "shape": list(shape),
+        "chunks": list(shape),
+        "dtype": _DTYPES[dtype],
+        "order": "C",
+        "compressor": None,
+        "filters": None,
+    }
+    for field, value in wanted.items():
+        if field not in noted or noted[field] != value:
+            return f"stored with {field} {errors.shown(noted.get(field))}, wanted {value!r}"
+    return ""
+
+
+def read(path: pathlib.Path, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Reads one array from its chunk, whose size the caller has compared with dtype and shape.
+
+    Exact: the stored bits. Nothing is verified here; the caller compares digests.
+
+    Raises:
+      ValueError: the chunk ends early.
+      OSError: it cannot be read.
+    """
+    array = np.empty(shape, dtype)
+    with open(path / files_of(name, len(shape))[1], "rb") as file:
+        if file.readinto(digest.array_bytes(array)) != array.nbytes:
+            raise ValueError(f"{name}: ends early, wanted {array.nbytes} bytes")
+    return array if sys.byteorder == "little" else array.byteswap(inplace=True)
+
+
+def save(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Saves arrays with Orbax, in a process of its own where Orbax cannot run in this one.
+
+    Raises:
+      StorageError: the other process could not be started, or failed; the message holds its last words.
+      OSError, ValueError: as Orbax raises them.
+    """
+    if _can_run_here():
+        with _settings():
+            ocp.save(path, dict(arrays), checkpointable_name=STATE)
+    else:
+        _save_elsewhere(path, arrays)
+    (path / "commit_success.txt").unlink()  # Names a path of this machine; the entry's rename is the commit.
+
+
+class _Process:
+    """What is known of this process; a fork changes it."""
+
+    is_forked = False
+
+    @classmethod
+    def fork(cls) -> None:
+        cls.is_forked = True
+
+
+os.register_at_fork(after_in_child=_Process.fork)
+
+
+def _can_run_here() -> bool:
+    """Tells whether Orbax can save here: a process of one job, not forked, not ending, in which threads can start.
+
+    In a job of several processes Orbax waits for all of them; after a fork its threads and locks are gone.
+    """
+    if _Process.is_forked or jax.distributed.is_initialized() or not threading.main_thread().is_alive():
+        return False
+    try:
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+    except RuntimeError:
+        return False
+    thread.join()
+    return True
+
+
+def _save_elsewhere(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Saves in a new Python process, which gets the arrays through a pipe."""
+    described = {name: [array.dtype.name, list(array.shape)] for name, array in arrays.items()}
+    search = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    environment = os.environ | {"PYTHONPATH": search, "JAX_PLATFORMS": "cpu"}
+    log = path.parent.parent / "save.log"
+    try:
+        with open(log, "w+b") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvgraft_jax.grafting.orbax_arrays", str(path)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+            )
+            with process, contextlib.suppress(BrokenPipeError):  # Its exit code says that it failed.
+                process.stdin.write(json.dumps(described).encode() + b"\n")
+                for array in arrays.values():
+                    process.stdin.write(digest.array_bytes(array))
+                process.stdin.close()
+            said.seek(max(0, said.tell() - _LAST_WORDS))
+            words = said.read().decode(errors="replace").strip()
+    except (OSError, RuntimeError) as error:
+        raise errors.StorageError(
+            f"{path}: Orbax cannot save in this process ({_reason()}), and a process for it could not be started: "
+            f"{type(error).__name__}: {error}. Save from the main process, or start workers with multiprocessing's "
+            "'spawn' method"
+        ) from error
+    if process.returncode:
+        raise errors.StorageError(f"{path}: the process that saves ended with {process.returncode}: {words}")
+
+
+def _reason() -> str:
+    if _Process.is_forked:
+        return "it was forked"
+    if jax.distributed.is_initialized():
+        return "it is one of a jax.distributed job"
+    return "it is ending" if not threading.main_thread().is_alive() else "no thread can be started"
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """One thread at a time; plain files, one chunk per array, no extras.
+
+    Orbax's log is held back meanwhile: it warns on every save that this layout has nothing to merge, and prints the
+    traces of errors that are raised here anyway.
+    """
+    context = ocp.Context()
+    saving = context.array.saving
+    saving.use_ocdbt = False
+    saving.use_zarr3 = False
+    saving.use_compression = False
+    saving.enable_write_sharding_file = False
+    saving.enable_post_merge_validation = False
+    saving.array_metadata_store = None
+    context.memory.deepcopy_host_arrays = False  # The arrays of an artifact are read-only.
+    logger = logging.getLogger("absl")
+    with _LOCK:
+        logger.addFilter(_is_not_from_orbax)
+        try:
+            with context:
+                yield
+        finally:
+            logger.removeFilter(_is_not_from_orbax)
+
+
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def main() -> None:
+    """Saves the arrays that stdin describes and holds, at the path that the command line names."""
+    described = json.loads(sys.stdin.buffer.readline())
+    arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in described.items()}
+    for name, array in arrays.items():
+        if sys.stdin.buffer.readinto(digest.array_bytes(array)) != array.nbytes:
+            sys.exit(f"{name}: ends early")
+    with _settings():
+        ocp.save(pathlib.Path(sys.argv[1]), arrays, checkpointable_name=STATE)
+
+
+if __name__ == "__main__":
+    main()
