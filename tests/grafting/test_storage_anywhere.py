@@ -203,7 +203,7 @@ def test_the_process_that_saves_tells_why_it_failed(tmp_path, monkeypatch):
 
 def test_similar_arguments_are_told_apart(tmp_path):
     artifact = entries.make_artifact()
-    with pytest.raises(errors.InputError, match=r"save_artifact\(artifact, directory\)"):
+    with pytest.raises(errors.InputError, match="got a str, wanted an Artifact"):
         storage.save_artifact(str(tmp_path), artifact)
     for arguments in ((tmp_path, artifact), (artifact, artifact.artifact_id)):
         with pytest.raises(errors.InputError, match=r"load_artifact\(directory, artifact_id\)"):
