@@ -1,7 +1,8 @@
 """What every experiment shares: flags and settings, the output folder, result.json and report.md, and the exit code.
 
 Exit codes: 0 the claim holds, 1 it does not, 2 the experiment could not be carried out (a message on stderr), 130 it
-was interrupted. Nothing that goes wrong exits with 1.
+was interrupted, 143 it was asked to end (SIGTERM), 129 its terminal is gone (SIGHUP). Nothing that goes wrong exits
+with 1. However it ends, its scratch files are removed; those of a run that was killed go with the next one.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from experiments import scratch as scratch_lib
 import kvgraft_jax as kg
-from kvgraft_jax import errors, progress
+from kvgraft_jax import errors, paths, progress
 from kvgraft_jax import pin as pin_lib
 
 HOLDS, FAILS, REFUSED, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
@@ -38,6 +40,7 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes")
 _LISTS = ("checks", "tries", "rows")
 _OWN_FIGURES = ("checks_held", "checks_failed", "pin_id", "seconds")
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _GROUPS = ("inputs", "outputs", "config", "environment")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _SHORT_HASH = 16
@@ -88,6 +91,14 @@ class Experiment:
     run: Callable[[Any, kg.Model, pathlib.Path], Findings]
 
 
+class _Ended(BaseException):
+    """A signal that asks the process to end, raised so that everything opened is closed on the way out."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
 def main(experiment: Experiment) -> None:
     """Runs an experiment as the command line asks and exits."""
     config = config_flags.DEFINE_config_file("config", help_string="configs/FILE.py; --config.FIELD=VALUE overrides")
@@ -102,6 +113,9 @@ def start(name: str, run: Callable[[], int]) -> None:
 
     def main(_: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
+        for number in _ENDING:
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP.
+                signal.signal(number, _end)
         return guard(name, run)
 
     app.run(main, flags_parser=functools.partial(_parse, name))
@@ -120,6 +134,9 @@ def guard(name: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         progress.say(f"{name}: interrupted")
         return INTERRUPTED
+    except _Ended as error:
+        progress.say(f"{name}: ended by {error.signal.name}")
+        return 128 + error.signal
     except Exception:
         progress.say(traceback.format_exc())
         return _refuse(name, "stopped by the error above, which is a mistake in the program")
@@ -193,11 +210,14 @@ def new_folder(out: str | os.PathLike[str] | None) -> pathlib.Path:
     """The folder for results, made if need be.
 
     Raises:
-      InputError: none was named, it cannot be made, or something is in it.
+      InputError: none was named, it cannot be made or used, or something is in it.
     """
     if not out:
         raise errors.InputError("--out: got none, wanted --out=DIR, a new or empty folder")
-    folder = pathlib.Path(out)
+    folder = paths.absolute(out, "--out")
+    paths.check_plain(folder, "--out")  # Artifacts are saved in it.
+    if folder.is_dir():
+        scratch_lib.sweep(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise errors.InputError(
             f"--out: {folder} exists and is not an empty folder; choose another, nothing was written"
@@ -218,9 +238,13 @@ def run_module(module: str, *arguments: str) -> None:
     said = ""
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE) as process:
-        while chunk := process.stderr.read1().decode(errors="replace"):
-            progress.write(chunk)
-            said = (said + chunk)[-4000:]
+        try:
+            while chunk := process.stderr.read1().decode(errors="replace"):
+                progress.write(chunk)
+                said = (said + chunk)[-4000:]
+        except BaseException:
+            process.kill()  # Nobody waits for its answer any more.
+            raise
     if process.returncode:
         reason = said.strip().splitlines()[-1:] or ["without a word"]
         raise errors.ConfigError(f"the process of {module} ended with {process.returncode}: {reason[0]}")
@@ -229,16 +253,29 @@ def run_module(module: str, *arguments: str) -> None:
 def write_text(path: pathlib.Path, text: str) -> None:
     """Writes a file whole or not at all."""
     scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def _end(number: int, _: Any) -> None:
+    for ending in _ENDING:
+        signal.signal(ending, signal.SIG_IGN)  # A second one must not break off the cleaning.
+    raise _Ended(number)
 
 
 def _parse(name: str, argv: list[str]) -> list[str]:
     """Parses the flags; whatever is wrong with them, or with the configuration file, exits with REFUSED."""
-    for argument in argv:
-        path = argument.removeprefix("--config=").partition(":")[0]
-        if argument.startswith("--config=") and not os.path.isfile(path):
-            sys.exit(_refuse(name, f"--config: found no file {path}, wanted one of configs/*.py"))
+    for place, argument in enumerate(argv):
+        if not argument.startswith("--config="):
+            continue
+        path, *rest = os.path.expanduser(argument.removeprefix("--config=")).split(":")
+        argv[place] = "--config=" + ":".join([path, *rest])
+        if not os.path.isfile(path):
+            sys.exit(_refuse(name, f"--config: found no file {errors.shown(path)}, wanted one of configs/*.py"))
     try:
         rest = flags.FLAGS(argv)
         config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
@@ -264,7 +301,7 @@ def _execute(
 ) -> int:
     settings = read_settings(experiment.settings, config)
     devices = kg.make_mesh(mesh)
-    existed = bool(out) and os.path.exists(out)
+    existed = bool(out) and paths.absolute(out, "--out").exists()
     folder = new_folder(out)
     began = time.perf_counter()
     try:

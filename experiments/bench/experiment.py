@@ -15,6 +15,7 @@ from absl import flags
 from experiments import harness
 from experiments.bench import measurement, peer
 import kvgraft_jax as kg
+from kvgraft_jax import paths
 
 _PEERS = flags.DEFINE_bool("peers", False, "measure transformers too, in turns with ours")
 _PEERS_PYTHON = flags.DEFINE_string(
@@ -24,7 +25,9 @@ _PEERS_PYTHON = flags.DEFINE_string(
 
 def run(settings: measurement.Settings, model: kg.Model, out: pathlib.Path) -> harness.Findings:
     """Measures what the settings and the flags ask for."""
-    return measurement.run(settings, model, out, pathlib.Path(_PEERS_PYTHON.value) if _PEERS.value else None)
+    return measurement.run(
+        settings, model, out, paths.absolute(_PEERS_PYTHON.value, "--peers_python") if _PEERS.value else None
+    )
 
 
 EXPERIMENT = harness.Experiment(

@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import os
 import pathlib
-import tempfile
 import time
 import typing
 
 import numpy as np
 
 from experiments import harness
+from experiments import scratch as scratch_lib
 from experiments.bench import claims as claims_lib
 from experiments.bench import export, report, timing
 from experiments.bench import memory as memory_lib
@@ -131,7 +131,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path, peers_python: pa
     if load_before > 0.5:
         _say(f"others use this machine (load average {load_before:.1f}), which slows some contenders more than others")
     with contextlib.ExitStack() as stack:
-        scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".scratch-", dir=out)))
+        scratch = stack.enter_context(scratch_lib.folder(out))
         peer = None
         if peers_python is not None:
             _say("transformers: loading the same weights")

@@ -19,6 +19,7 @@ import time
 from absl import flags
 
 from experiments import harness
+from experiments import scratch as scratch_lib
 from experiments.demo import knowledge
 from experiments.graft_exactness import experiment as graft_exactness
 import kvgraft_jax as kg
@@ -373,9 +374,9 @@ def main() -> None:
 
     def start() -> int:
         with contextlib.ExitStack() as stack:
-            scratch = None
+            place = out.value
             if out.value is None:
-                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgraft-demo-"))
-            return run(harness.new_folder(scratch or out.value), seed.value, samples.value)
+                place = stack.enter_context(scratch_lib.folder(pathlib.Path(tempfile.gettempdir()), "kvgraft-demo-"))
+            return run(harness.new_folder(place), seed.value, samples.value)
 
     harness.start("demo", start)

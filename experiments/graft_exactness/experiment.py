@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import pathlib
-import tempfile
 
 from matplotlib import figure as figure_lib
 import numpy as np
 
 from experiments import corpus as corpus_lib
 from experiments import harness
+from experiments import scratch as scratch_lib
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.grafting import compare
@@ -143,8 +143,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
     window = model.config.sliding.window
     samples = plan_samples(settings, window, corpus)
     engine = kg.Engine(model, capacity=settings.capacity, width=settings.width, kv_block=settings.kv_block)
-    with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as name:
-        scratch = pathlib.Path(name)
+    with scratch_lib.folder(out) as scratch:
         artifact_ids, fresh = _donate(settings, engine, samples, scratch)
         job = {
             "settings": dataclasses.asdict(settings),
@@ -153,7 +152,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
             "artifact_ids": artifact_ids,
         }
         harness.write_text(scratch / _JOB, json.dumps(job))
-        harness.run_module("experiments.graft_exactness", RECIPIENT, str(scratch.resolve()))
+        harness.run_module("experiments.graft_exactness", RECIPIENT, str(scratch))
         answer = json.loads((scratch / _ANSWER).read_text())
     rows = [
         _row(number, sample, artifact_ids[number], fresh[number], answer["rows"][number])

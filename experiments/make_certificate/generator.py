@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pathlib
 
 from absl import flags
 import numpy as np
 
 from experiments import check_certificate, harness
-from kvgraft_jax import errors, progress
+from kvgraft_jax import errors, paths, progress
 from kvgraft_jax.relocation import collisions, encodings
 
 SAMPLE = 1 << 14
@@ -108,16 +107,19 @@ def run(
     seed: int,
 ) -> int:
     """Finds the key pairs and writes the certificate."""
-    if out is None or pathlib.Path(out).exists() or not pathlib.Path(out).parent.is_dir():
-        raise errors.InputError(f"--out: got {out}, wanted a new file in a folder that exists")
+    if out is None:
+        raise errors.InputError("--out: got none, wanted --out=FILE, a new file in a folder that exists")
+    file = paths.absolute(out, "--out")
+    if file.exists() or not file.parent.is_dir():
+        raise errors.InputError(f"--out: got {errors.shown(out)}, wanted a new file in a folder that exists")
     if pool < 1 or seed < 0:
         raise errors.InputError(f"--pool, --seed: got {pool}, {seed}, wanted 1 or more, 0 or more")
     found = encodings.get(encoding)
     chosen = tuple(pairs) if pairs else default_pairs(found, rule)
     key_pairs_Mx4 = find_key_pairs(found, rule, positions, pairs=chosen, pool=pool, seed=seed)
     text = certificate(found, rule, positions, key_pairs_Mx4)
-    harness.write_text(pathlib.Path(out), text)
-    print(f"{out}: {len(key_pairs_Mx4)} key pairs, {len(text)} bytes; python -m experiments.check_certificate decides")
+    harness.write_text(file, text)
+    print(f"{file}: {len(key_pairs_Mx4)} key pairs, {len(text)} bytes; python -m experiments.check_certificate decides")
     return harness.HOLDS
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
-import tempfile
 
 from matplotlib import figure as figure_lib
 import numpy as np
 
 from experiments import corpus as corpus_lib
-from experiments import harness
+from experiments import harness, scratch
 from experiments.schedule_invariance import detectors, schedules
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
@@ -87,9 +86,9 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
         for number in range(settings.schedules)
     ]
     rows, reference, difference = [], None, {}
-    with tempfile.TemporaryDirectory(prefix=".scratch-", dir=out) as store:
+    with scratch.folder(out) as store:
         for number, schedule in enumerate(progress.each(drawn, description="schedules", unit="schedule")):
-            outcome = schedules.run(schedule, engines, token_ids, checkpoints, pathlib.Path(store))
+            outcome = schedules.run(schedule, engines, token_ids, checkpoints, store)
             reference = reference or outcome
             rows.append(_row(number, schedule, outcome))
             if not difference and _differs(reference, outcome):

@@ -1,0 +1,82 @@
+"""However an experiment ends, none of its scratch files is left: after a signal at once, after a kill with the next."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import harness, scratch
+
+SMALL = ("--config=configs/exactness_small.py",)
+
+
+def start(name, *arguments, **environment):
+    """Starts an experiment in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"experiments.{name}", *arguments],
+        env={**os.environ, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(process, folder, pattern):
+    """Returns when there is a file that fits, or the process has ended."""
+    while process.poll() is None and not list(folder.glob(pattern)):
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "number", "code"),
+    [("graft_exactness", signal.SIGHUP, 129), ("schedule_invariance", signal.SIGTERM, 143)],
+)
+def test_a_signal_leaves_no_scratch_files(tmp_path, name, number, code):
+    process = start(name, *SMALL, f"--out={tmp_path}")
+    wait_for(process, tmp_path, ".scratch-*")
+    process.send_signal(number)
+    assert process.communicate()[1].strip().endswith(number.name)
+    assert process.returncode == code
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_recipient_too(tmp_path):
+    process = start("graft_exactness", *SMALL, f"--out={tmp_path}")
+    wait_for(process, tmp_path, ".scratch-*/job.json")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_what_a_killed_run_left_goes_with_the_next(tmp_path):
+    process = start("graft_exactness", *SMALL, f"--out={tmp_path}")
+    wait_for(process, tmp_path, ".scratch-*")
+    process.kill()
+    process.communicate()
+    assert [name.startswith(".scratch-") for name in os.listdir(tmp_path)] == [True]
+    assert harness.new_folder(tmp_path) == tmp_path
+    assert os.listdir(tmp_path) == []
+
+
+def test_scratch_files_of_a_living_run_stay(tmp_path):
+    with scratch.folder(tmp_path) as living:
+        with scratch.folder(tmp_path) as another:
+            assert sorted(tmp_path.iterdir()) == sorted([living, another])
+        assert list(tmp_path.iterdir()) == [living]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.weights
+def test_a_signal_leaves_nothing_of_the_demo(tmp_path):
+    process = start("demo", TMPDIR=str(tmp_path))
+    wait_for(process, tmp_path, "kvgraft-demo-*")
+    process.terminate()
+    process.communicate()
+    assert process.returncode == 143
+    assert os.listdir(tmp_path) == []
