@@ -376,7 +376,7 @@ def _verdict(document: Mapping[str, Any]) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_text(item)}" for name, item in value.items()) or "none"
-    return value if isinstance(value, str) else json.dumps(value)
+    return errors.printable(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _shortened(value: Any) -> Any:
@@ -384,6 +384,6 @@ def _shortened(value: Any) -> Any:
 
 
 def _markdown(header: Sequence[str], rows) -> list[str]:
-    cells = [[_text(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (tuple(header), *rows)]
+    cells = [[_text(cell).replace("|", "\\|") for cell in row] for row in (tuple(header), *rows)]
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     return [lines[0], "|" + " --- |" * len(cells[0]), *lines[1:], ""]

@@ -261,7 +261,7 @@ class Engine:
           policy: "visible" keeps the rows that a next token can see, "full" every row.
 
         Raises:
-          CaptureError: a row or logit is NaN, or the state descends from an inexact graft.
+          CaptureError: a row or logit is NaN or infinite, or the state descends from an inexact graft.
           ConfigError: unknown policy.
           WindowError: "full" of a state whose older sliding rows were never restored.
           InputError: provenance that is not flat.

@@ -12,7 +12,17 @@ from typing import Any
 
 
 class KVGraftError(Exception):
-    """Base class of all errors of this package."""
+    """Base class of all errors of this package.
+
+    Text of an artifact, a file or a caller stands in a message as `printable` gives it, so it can neither add lines nor
+    reach the terminal as a command. Only the kinds that list things keep their line ends.
+    """
+
+    _has_lines = False
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return "\n".join(map(printable, text.split("\n"))) if self._has_lines else printable(text)
 
 
 class KVGraftWarning(UserWarning):
@@ -39,6 +49,19 @@ class WeightsError(KVGraftError):
     """A checkpoint that is missing, truncated, foreign, or does not hold the tensors that the model needs."""
 
 
+class TensorsError(WeightsError):
+    """A checkpoint whose tensors are not those of the configuration; the message lists them, one a line."""
+
+    _has_lines = True
+
+    def __init__(self, found: str, problems: Sequence[str], remedy: str):
+        super().__init__("\n".join([printable(found), *(f"  {printable(problem)}" for problem in problems), remedy]))
+        self._given = (found, tuple(problems), remedy)
+
+    def __reduce__(self):
+        return TensorsError, self._given
+
+
 class TokenizerError(KVGraftError):
     """Tokenizer files or a chat template that cannot be read, or text that cannot be encoded or rendered."""
 
@@ -50,9 +73,11 @@ class SeamError(TokenizerError):
 class DeterminismError(KVGraftError):
     """XLA is not running in the configuration on which the exactness claims rest."""
 
+    _has_lines = True
+
 
 class CaptureError(KVGraftError):
-    """A state that must not be deposited: empty, holding NaN, or lacking rows that the policy asks for."""
+    """A state that must not be deposited: empty, holding NaN or an infinity, or lacking rows of its policy."""
 
 
 class WindowError(CaptureError):
@@ -77,6 +102,9 @@ class IntegrityError(KVGraftError):
         self.field = field
         self.reason = reason
 
+    def __reduce__(self):
+        return IntegrityError, (self.artifact, self.field, self.reason)
+
 
 class StorageError(KVGraftError):
     """An artifact that could not be written: disk full, no permission. Nothing of it is left, others are intact."""
@@ -91,7 +119,7 @@ class FieldDifference:
     theirs: Any
 
     def __str__(self) -> str:
-        return f"{self.field}: {shown(self.ours)} here, {shown(self.theirs)} there"
+        return f"{printable(self.field)}: {shown(self.ours)} here, {shown(self.theirs)} there"
 
 
 class PinMismatch(KVGraftError):
@@ -100,6 +128,8 @@ class PinMismatch(KVGraftError):
     Attributes:
       differences: the fields that differ, as `FieldDifference`s; never empty.
     """
+
+    _has_lines = True
 
     def __init__(self, artifact_id: str, differences: Sequence[FieldDifference]):
         self.artifact_id = artifact_id
@@ -110,6 +140,9 @@ class PinMismatch(KVGraftError):
             f"{len(self.differences)} field(s) differ (engine here, artifact there):\n{lines}\n"
             "Deposit the text again with this engine, or build an engine with the artifact's settings."
         )
+
+    def __reduce__(self):
+        return PinMismatch, (self.artifact_id, self.differences)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -148,4 +181,10 @@ def shown(value: Any, limit: int = 96) -> str:
         text = repr(value)
     except ValueError:  # `repr` raises for very large integers.
         text = f"a {type(value).__name__} that is too long to be written out"
+    text = printable(text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Returns the text in one line: line ends, escape codes and whatever else does not print stand as escapes."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -28,6 +28,9 @@ class _Missing:
     def __repr__(self) -> str:
         return "(absent)"
 
+    def __reduce__(self) -> str:
+        return "MISSING"  # One object, in a copy too.
+
 
 MISSING = _Missing()
 """Stands in a `FieldDifference` for a field that one of the two pins does not have."""
@@ -78,9 +81,9 @@ class Pin:
         return dict(sorted(found.items()))
 
     def __str__(self) -> str:
-        fields = self.fields()
-        width = max(map(len, fields))
-        return "\n".join([f"pin {self.id}", *(f"  {name:<{width}}  {_text(value)}" for name, value in fields.items())])
+        rows = [(errors.printable(name), errors.printable(_text(value))) for name, value in self.fields().items()]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([f"pin {self.id}", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
     def __repr__(self) -> str:
         return f"Pin({self.id})"

@@ -246,13 +246,14 @@ def test_full_hit_with_an_empty_tail():
     assert engine.generate(grafted, max_new_tokens=6)[0] == engine.generate(fresh, max_new_tokens=6)[0]
 
 
-def test_nan_in_a_valid_row_is_refused_at_capture():
+@pytest.mark.parametrize("bits, found", [(0x7FC0, "NaN"), (0x7F80, "infinity"), (0xFF80, "-infinity")])
+def test_a_valid_row_that_is_not_finite_is_refused_at_capture(bits, found):
     engine = tiny.engine()
     state = engine.prefill(tiny.tokens(30))
     layer = state.cache.layers[0]
-    nan = dataclasses.replace(layer, v_SxKxH=layer.v_SxKxH.at[29, 0, 0].set(0x7FC0))  # NaN's bits in bfloat16
-    layers = (nan, *state.cache.layers[1:])
-    with pytest.raises(errors.CaptureError, match="NaN"):
+    damaged = dataclasses.replace(layer, v_SxKxH=layer.v_SxKxH.at[29, 0, 0].set(bits))  # of a bfloat16
+    layers = (damaged, *state.cache.layers[1:])
+    with pytest.raises(errors.CaptureError, match=f"{found} in a value of layer 0, position 29"):
         engine.capture(dataclasses.replace(state, cache=cache_lib.Cache(layers)))
 
 

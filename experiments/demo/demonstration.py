@@ -23,7 +23,7 @@ from experiments import scratch as scratch_lib
 from experiments.demo import knowledge
 from experiments.graft_exactness import experiment as graft_exactness
 import kvgraft_jax as kg
-from kvgraft_jax import progress
+from kvgraft_jax import errors, progress
 
 MODEL = "package:gemma-3-270m"
 DTYPE = "bfloat16"
@@ -189,7 +189,7 @@ def say(text: str) -> None:
 
 
 def _short(text: str, limit: int) -> str:
-    line = " ".join(text.split())
+    line = errors.printable(" ".join(text.split()))
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

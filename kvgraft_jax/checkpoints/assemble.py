@@ -109,11 +109,10 @@ def check_tensors(source: source_lib.Source, parameters: tuple[parameters_lib.Pa
     }
     problems = source_lib.mismatches(wanted, optional, source.shapes, {})
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise errors.WeightsError(
-            f"{source.origin}: {len(problems)} tensor(s) do not fit the configuration {source.config.name!r}:\n"
-            f"{lines}\n"
-            "Use the configuration and the weight files of one and the same export."
+        raise errors.TensorsError(
+            f"{source.origin}: {len(problems)} tensor(s) do not fit the configuration {source.config.name!r}:",
+            problems,
+            "Use the configuration and the weight files of one and the same export.",
         )
 
 

@@ -39,7 +39,7 @@ class Fields:
 
     def wrong(self, key: str, value: object, wanted: str) -> None:
         """Notes a value that is not accepted."""
-        self.problems.append(f"{key}: got {_short(value)}, wanted {wanted}")
+        self.problems.append(f"{key}: got {errors.shown(value)}, wanted {wanted}")
 
     def integer(self, key: str, default: int | None = None, may_be_null: bool = False) -> int:
         """A whole number; without a default it must be there."""
@@ -82,12 +82,12 @@ class Fields:
     def check(self) -> None:
         """Raises one `ConfigError` with all wrong values, missing ones, and keys that were neither read nor ignored."""
         unknown = [
-            f"unknown key {key} = {_short(value)}"
+            f"unknown key {key} = {errors.shown(value)}"
             for key, value in self.values.items()
             if key not in self._known | self._ignored and value is not None
         ]
         unknown += [
-            f"{key} = {_short(value)} beside text_config, wanted inside"
+            f"{key} = {errors.shown(value)} beside text_config, wanted inside"
             for key, value in self.around.items()
             if key in self._known | self._reserved and value is not None and value != self._used.get(key)
         ]
@@ -110,8 +110,3 @@ class Fields:
             self.wrong(key, value, wanted)
             return 1
         return value
-
-
-def _short(value: object, limit: int = 96) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

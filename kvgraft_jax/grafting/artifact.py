@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import math
 import types
 from typing import Any
 
@@ -33,7 +34,7 @@ class KVStack:
       kv_Lx2xSxKxH: bfloat16 or float32; keys after rotary encoding at [:, 0], values at [:, 1]. Read-only.
 
     Raises:
-      CaptureError: fields that do not belong together, another dtype, or NaN.
+      CaptureError: fields that do not belong together, another dtype, NaN or an infinity.
     """
 
     kind: str
@@ -47,10 +48,13 @@ class KVStack:
         object.__setattr__(self, "kv_Lx2xSxKxH", kv_Lx2xSxKxH)
         manifest_lib.check_stack(self)
         object.__setattr__(self, "kv_Lx2xSxKxH", _frozen(kv_Lx2xSxKxH))
-        where = _first_nan(self.kv_Lx2xSxKxH)
+        where = _first_not_finite(self.kv_Lx2xSxKxH)
         if where is not None:
             layer, side, row = self.layers[where[0]], ("key", "value")[where[1]], self.start + where[2]
-            raise errors.CaptureError(f"{self.kind} kv_Lx2xSxKxH: NaN in a {side} of layer {layer}, position {row}")
+            raise errors.CaptureError(
+                f"{self.kind} kv_Lx2xSxKxH: {_spelt(self.kv_Lx2xSxKxH[where])} in a {side} of layer {layer}, "
+                f"position {row}; wanted finite values"
+            )
 
     @property
     def dtype(self) -> str:
@@ -90,7 +94,7 @@ class Artifact:
       provenance: flat notes of the depositor, names to strings or integers; part of `artifact_id`.
 
     Raises:
-      CaptureError: empty, NaN, or stacks that are not the state of these tokens.
+      CaptureError: empty, a value that is NaN or infinite, or stacks that are not the state of these tokens.
       InputError: token ids or provenance of another form.
     """
 
@@ -114,9 +118,11 @@ class Artifact:
         if logits_V.dtype != np.float32 or logits_V.ndim != 1 or not logits_V.size:
             raise errors.CaptureError(f"logits_V: got {logits_V.dtype}{list(logits_V.shape)}, wanted float32[V]")
         logits_V = _frozen(logits_V)
-        where = _first_nan(logits_V)
+        where = _first_not_finite(logits_V)
         if where is not None:
-            raise errors.CaptureError(f"logits_V: NaN at token id {where[0]}")
+            raise errors.CaptureError(
+                f"logits_V: {_spelt(logits_V[where])} at token id {where[0]}; wanted finite values"
+            )
         object.__setattr__(self, "token_ids", token_ids)
         object.__setattr__(self, "stacks", stacks)
         object.__setattr__(self, "logits_V", logits_V)
@@ -197,7 +203,10 @@ class Artifact:
             held = f"positions {stack.positions[0]} to {stack.positions[-1]}"
             rows.append((stack.kind, f"{len(stack.layers)} layer(s), {held}, {stack.dtype}{list(stack.shape)}"))
         rows += [("logits", f"float32[{len(self.logits_V)}]"), ("state", self.state_digest), ("pin", self.pin.id)]
-        rows += [(f"provenance {key}", str(value)) for key, value in sorted(self.provenance.items())]
+        rows += [
+            (errors.printable(f"provenance {key}"), errors.printable(str(value)))
+            for key, value in sorted(self.provenance.items())
+        ]
         width = max(len(name) for name, _ in rows)
         return "\n".join([f"artifact {self.artifact_id}", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
@@ -232,13 +241,17 @@ def _frozen(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
 
 
-def _first_nan(array: np.ndarray) -> tuple[int, ...] | None:
-    """Index of the first NaN. As integers, NaN are the patterns above infinity, with either sign: no cast, no copy."""
+def _first_not_finite(array: np.ndarray) -> tuple[int, ...] | None:
+    """Returns the index of the first NaN or infinity: as integers, the patterns from infinity on, with either sign."""
     signed, unsigned, infinity = (
         (np.int16, np.uint16, 0x7F80) if array.dtype == ml_dtypes.bfloat16 else (np.int32, np.uint32, 0x7F800000)
     )
     sign = np.iinfo(signed).max + 1
     bits = array.view(unsigned)
-    if array.view(signed).max() <= infinity and bits.max() <= infinity + sign:
+    if array.view(signed).max() < infinity and bits.max() < infinity + sign:
         return None
-    return tuple(int(axis) for axis in np.argwhere((bits & (sign - 1)) > infinity)[0])
+    return tuple(int(axis) for axis in np.argwhere((bits & (sign - 1)) >= infinity)[0])
+
+
+def _spelt(value: np.floating) -> str:
+    return "NaN" if math.isnan(float(value)) else f"{float(value)}inity"

@@ -60,7 +60,7 @@ def read_stacks(state: state_lib.State, policy: str) -> tuple[artifact_lib.KVSta
     Exact: bit-exact.
 
     Raises:
-      CaptureError: a row holds NaN; and what `plan_capture` raises.
+      CaptureError: a row holds NaN or an infinity; and what `plan_capture` raises.
     """
     stacks, config = [], state.step_config
     for plan in plan_capture(state, policy):
@@ -85,7 +85,8 @@ def capture(
       Token ids, K/V rows, next-token logits, pin and provenance, on the host.
 
     Raises:
-      CaptureError: the state is not exact, so the pin does not tell what made its rows; or a row holds NaN.
+      CaptureError: the state is not exact, so the pin does not tell what made its rows; or a row or logit is NaN or
+        infinite.
       WindowError: see `plan_capture`.
     """
     if not state.exact:

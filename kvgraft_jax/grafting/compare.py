@@ -119,7 +119,7 @@ def compare(state_a: state_lib.State, state_b: state_lib.State, *, policy: str =
 
     Raises:
       InputError: something else than a state, or states of models with different vocabularies.
-      CaptureError: a compared row holds NaN.
+      CaptureError: a compared row holds NaN or an infinity.
       WindowError: policy "full" where one of them lacks the older sliding rows.
     """
     for name, given in (("state_a", state_a), ("state_b", state_b)):

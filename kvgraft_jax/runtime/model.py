@@ -7,6 +7,7 @@ import dataclasses
 import flax
 from jax import sharding
 
+from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import tokenizer as tokenizer_lib
@@ -45,4 +46,4 @@ class Model:
         return tuple(dict.fromkeys((*self.config.stop_ids, *(self.chat.stop_ids if self.chat else ()))))
 
     def __repr__(self) -> str:
-        return f"Model({self.uri}, {self.dtype}, digest {self.digest[:16]})"
+        return f"Model({errors.printable(self.uri)}, {self.dtype}, digest {self.digest[:16]})"

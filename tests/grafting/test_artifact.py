@@ -124,36 +124,37 @@ def test_importing_the_artifact_imports_no_jax():
 # --- bits
 
 
-def test_every_bfloat16_pattern_but_nan_is_kept():
+def test_every_finite_bfloat16_pattern_is_kept():
     bits = np.arange(1 << 16, dtype=np.uint16)
-    bits = bits[(bits & 0x7FFF) <= 0x7F80]
+    bits = bits[(bits & 0x7FFF) < 0x7F80]
     bits = bits[: len(bits) // 32 * 32].reshape(1, 2, -1, 1, 16)
     stack = artifact_lib.KVStack("full", (0,), 0, bits.view(BF16))
     assert np.array_equal(stack.kv_Lx2xSxKxH.view(np.uint16), bits)
 
 
 @pytest.mark.parametrize("dtype, bits", [(BF16, np.uint16), (np.float32, np.uint32)])
-def test_every_kind_of_nan_is_refused_and_located(dtype, bits):
+def test_every_kind_of_nan_and_both_infinities_are_refused_and_located(dtype, bits):
     width = np.iinfo(bits).bits
     infinity, sign = (0x7F80 if width == 16 else 0x7F800000), 1 << (width - 1)
     quiet = 1 << (6 if width == 16 else 22)
-    for payload, negative in itertools.product((1, quiet, quiet | 1, 2 * quiet - 1), (0, sign)):
-        raw = np.zeros((3, 2, 4, 1, 16), bits)
-        raw[:] = infinity | negative
+    for payload, negative in itertools.product((0, 1, quiet, quiet | 1, 2 * quiet - 1), (0, sign)):
+        raw = np.full((3, 2, 4, 1, 16), infinity - 1 | negative, bits)
         raw[1, 1, 2, 0, 5] = infinity | payload | negative
-        with pytest.raises(errors.CaptureError, match="NaN in a value of layer 4, position 8"):
+        found = "NaN" if payload else "-infinity" if negative else " infinity"
+        with pytest.raises(errors.CaptureError, match=f"{found} in a value of layer 4, position 8"):
             artifact_lib.KVStack("sliding", (0, 4, 7), 6, raw.view(dtype))
 
 
-def test_nan_logits_are_refused_and_located():
+@pytest.mark.parametrize("value, found", [(-np.nan, "NaN"), (np.inf, "infinity"), (-np.inf, "-infinity")])
+def test_logits_that_are_not_finite_are_refused_and_located(value, found):
     logits_V = np.zeros(48, np.float32)
-    logits_V[17] = -np.nan
-    with pytest.raises(errors.CaptureError, match="logits_V.*17"):
+    logits_V[17] = value
+    with pytest.raises(errors.CaptureError, match=f"logits_V: {found} at token id 17"):
         make_artifact(logits_V=logits_V)
 
 
 def test_float32_specials_are_kept():
-    specials = [0, 1 << 31, 1, 0x80000001, 0x007FFFFF, 0x7F800000, 0xFF800000, 0x7F7FFFFF]
+    specials = [0, 1 << 31, 1, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0xFF7FFFFF, 0x7F7FFFFF]
     bits = np.array(specials * 4, np.uint32)
     stack = artifact_lib.KVStack("full", (0,), 0, bits.reshape(1, 2, 1, 1, 16).view(np.float32))
     artifact = make_artifact(token_ids=(5,), stacks=(stack,), logits_V=bits.view(np.float32))

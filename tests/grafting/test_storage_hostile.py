@@ -36,13 +36,16 @@ def test_a_flipped_bit_under_a_new_seal_in_each_array(name, entry):
     entries.assert_refused(entry, f"{name}: leaf 0 of 1")
 
 
-def test_nan_under_a_fitting_manifest_is_refused(entry):
+@pytest.mark.parametrize("value, found", [(np.nan, "NaN"), (np.inf, "infinity"), (-np.inf, "-infinity")])
+def test_nan_and_infinities_under_a_fitting_manifest_are_refused(entry, value, found):
     path = entry / "arrays" / "state" / "logits" / "0"
     logits_V = np.frombuffer(path.read_bytes(), np.float32).copy()
-    logits_V[3] = np.nan
+    logits_V[3] = value
     path.write_bytes(logits_V.tobytes())
     leaves = digest.leaf_digests(logits_V)
-    entries.assert_refused(forge(entry, lambda manifest: manifest["logits"].update(leaves=leaves)), "NaN")
+    entries.assert_refused(
+        forge(entry, lambda manifest: manifest["logits"].update(leaves=leaves)), f"logits_V: {found} at token id 3"
+    )
 
 
 def rewrite(path, change):

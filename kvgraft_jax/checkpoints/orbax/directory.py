@@ -307,8 +307,8 @@ def _check(
         if (name in wanted or name in optional) and array.store.dtype.numpy_dtype not in _DTYPES
     ]
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise errors.WeightsError(
-            f"{directory}: {len(problems)} array(s) do not fit the configuration {config.name!r}:\n{lines}\n"
-            "Use the checkpoint of that model, or state another configuration: orbax:DIR?config=NAME"
+        raise errors.TensorsError(
+            f"{directory}: {len(problems)} array(s) do not fit the configuration {config.name!r}:",
+            problems,
+            "Use the checkpoint of that model, or state another configuration: orbax:DIR?config=NAME",
         )
