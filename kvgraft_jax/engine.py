@@ -251,7 +251,7 @@ class Engine:
         state: state_lib.State,
         *,
         provenance: Mapping[str, str | int] | None = None,
-        policy: str = manifest.VISIBLE,
+        policy: str = manifest.VISIBLE_ROWS,
     ) -> artifact_lib.Artifact:
         """The artifact of a state, on the host.
 

@@ -37,11 +37,11 @@ def no_compute(monkeypatch):
         ([1, 512], r"token_ids\[1\]: got 512, wanted 0 to 511"),
         ([-1], r"token_ids\[0\]: got -1"),
         ("text", "encode it"),
-        ([1.5], "wanted a list of int"),
-        ([3, True], "got a bool"),
-        (np.array([True, False]), "got a bool"),
+        ([1.5], r"token_ids\[0\]: got 1\.5 of type float"),
+        ([3, True], r"token_ids\[1\]: got True of type bool"),
+        (np.array([True, False]), r"token_ids\[0\]: got .*True.* of type bool"),
         (7, "wanted a list of int"),
-        ([[1, 2]], "wanted a list of int"),
+        ([[1, 2]], r"token_ids\[0\]: got \[1, 2\] of type list"),
     ],
 )
 def test_bad_tokens_are_refused(token_ids, message, no_compute):

@@ -151,7 +151,7 @@ def _measure(settings: Settings, engine: kg.Engine, text: Sequence[int]) -> Iter
     document, tail = text[: -settings.tail_tokens], text[-settings.tail_tokens :]
     window = engine.model.config.sliding.window
     fills = "full" if window and len(document) >= window else "not full"
-    artifact = engine.capture(engine.prefill(document), policy=manifest.FULL)
+    artifact = engine.capture(engine.prefill(document), policy=manifest.ALL_ROWS)
     k_raw = real_keys.raw_keys(engine, document)
     num_positions = settings.shifts[-1] + relocated.num_slots(engine)
     tables = rotary_lib.make_tables(engine.model.config, num_positions, engine.step_config.jnp_dtype)
@@ -207,7 +207,7 @@ def _layer_rows(cells: dict[Cell, list[Measurement]], side: int) -> list[dict]:
 
 def _refuses(engine: kg.Engine, text: Sequence[int], shift: int) -> bool:
     """Tells whether the engine refuses to graft elsewhere, and to deposit a state that was moved anyway."""
-    artifact = engine.capture(engine.prefill(text[:1]), policy=manifest.FULL)
+    artifact = engine.capture(engine.prefill(text[:1]), policy=manifest.ALL_ROWS)
     state = relocated.relocated(engine, artifact, real_keys.raw_keys(engine, text[:1]), shift, keys.REROTATE)
     try:
         engine.graft(artifact, position=shift)

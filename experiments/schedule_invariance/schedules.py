@@ -56,7 +56,7 @@ class Schedule:
     """
 
     legs: tuple[Leg, ...]
-    policy: str = manifest_lib.VISIBLE
+    policy: str = manifest_lib.VISIBLE_ROWS
     carrier: str = MEMORY
     garbage: str = ZERO
     random_idle_lanes: bool = False
@@ -170,7 +170,7 @@ def run(
     try:
         for leg in schedule.legs:
             if state is not None:
-                policy = manifest_lib.VISIBLE if state.first_row else schedule.policy
+                policy = manifest_lib.VISIBLE_ROWS if state.first_row else schedule.policy
                 artifact = engine.capture(state, policy=policy)
                 if schedule.carrier == DISK:
                     artifact = kg.load_artifact(store, kg.save_artifact(artifact, store))
@@ -228,7 +228,7 @@ def outcome(state: kg.State, watch: Checkpoints) -> Outcome:
     logits = (*watch.hashes(), compare.logits_sha256(np.asarray(state.logits)))
     try:
         visible = compare.hashes(state).kv_sha256
-        full = "" if state.first_row else compare.hashes(state, policy=manifest_lib.FULL).kv_sha256
+        full = "" if state.first_row else compare.hashes(state, policy=manifest_lib.ALL_ROWS).kv_sha256
     except errors.CaptureError as error:  # NaN where a token's row should be.
         return dataclasses.replace(refused(error), logits_sha256=logits, state=state)
     full_sha256 = full and digest.json_digest({"kv": full, "logits": logits})

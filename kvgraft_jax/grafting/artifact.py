@@ -6,7 +6,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -18,9 +18,8 @@ import numpy as np
 
 from kvgraft_jax import digest, errors
 from kvgraft_jax import pin as pin_lib
+from kvgraft_jax import token_ids as token_ids_lib
 from kvgraft_jax.grafting import manifest as manifest_lib
-
-_MAX_TOKEN_ID = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -109,7 +108,8 @@ class Artifact:
         manifest_lib.check_provenance(self.provenance)
         if not isinstance(self.pin, pin_lib.Pin):
             raise errors.InputError(f"pin: got a {type(self.pin).__name__}, wanted a Pin")
-        token_ids, stacks = _token_ids(self.token_ids), tuple(self.stacks)
+        token_ids = token_ids_lib.checked(self.token_ids, token_ids_lib.MAX_VOCAB_SIZE)
+        stacks = tuple(self.stacks)
         if not all(isinstance(stack, KVStack) for stack in stacks):
             raise errors.CaptureError(f"stacks: got {stacks!r}, wanted KVStacks")
         stacks = tuple(sorted(stacks, key=lambda stack: manifest_lib.KINDS.index(stack.kind)))
@@ -209,22 +209,6 @@ class Artifact:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join([f"artifact {self.artifact_id}", *(f"  {name:<{width}}  {text}" for name, text in rows)])
-
-
-def _token_ids(given: Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    if isinstance(given, np.ndarray):
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise errors.InputError(f"token_ids: got {given.dtype}{list(given.shape)}, wanted a list of integers")
-        given = given.tolist()
-    if not isinstance(given, Sequence):
-        raise errors.InputError(f"token_ids: got a {type(given).__name__}, wanted a list of integers")
-    token_ids = tuple(given)
-    for position, token_id in enumerate(token_ids):
-        if type(token_id) is not int or not 0 <= token_id <= _MAX_TOKEN_ID:
-            raise errors.InputError(
-                f"token_ids: got {token_id!r} at position {position}, wanted an integer from 0 to {_MAX_TOKEN_ID}"
-            )
-    return token_ids
 
 
 def _entry(array: np.ndarray) -> manifest_lib.ArrayEntry:

@@ -37,14 +37,14 @@ def plan_capture(state: state_lib.State, policy: str) -> tuple[CapturePlan, ...]
     """
     if policy not in manifest.POLICIES:
         raise errors.ConfigError(f"policy: got {policy!r}, wanted one of {manifest.POLICIES}")
-    if policy == manifest.FULL and state.first_row:
+    if policy == manifest.ALL_ROWS and state.first_row:
         raise errors.WindowError(
             f"policy 'full' needs rows 0 to {state.length - 1} of every sliding layer, but this state was grafted from "
             f"an artifact that begins at row {state.first_row} there; capture 'visible', or prefill the text again"
         )
     plans = []
     for kind in state.step_config.model.kinds:
-        start = 0 if policy == manifest.FULL else first_visible_row(kind.attention, state.length)
+        start = 0 if policy == manifest.ALL_ROWS else first_visible_row(kind.attention, state.length)
         plans.append(CapturePlan(kind.name, kind.layers, start))
     return tuple(plans)
 
@@ -71,7 +71,11 @@ def read_stacks(state: state_lib.State, policy: str) -> tuple[artifact_lib.KVSta
 
 
 def capture(
-    state: state_lib.State, pin: pin_lib.Pin, provenance: Mapping[str, str | int], *, policy: str = manifest.VISIBLE
+    state: state_lib.State,
+    pin: pin_lib.Pin,
+    provenance: Mapping[str, str | int],
+    *,
+    policy: str = manifest.VISIBLE_ROWS,
 ) -> artifact_lib.Artifact:
     """The artifact of a state.
 

@@ -84,7 +84,7 @@ def logits_sha256(logits_V: np.ndarray) -> str:
     return digest.bytes_digest(digest.array_bytes(np.asarray(logits_V, np.float32)))
 
 
-def hashes(state: state_lib.State, *, policy: str = manifest.VISIBLE) -> StateHashes:
+def hashes(state: state_lib.State, *, policy: str = manifest.VISIBLE_ROWS) -> StateHashes:
     """Hashes of a state.
 
     The K/V hash covers, of every layer, the rows that the policy keeps: by default those that a next token can still
@@ -114,7 +114,7 @@ def kl_nats(logits_a_V: np.ndarray, logits_b_V: np.ndarray) -> float:
     return float(np.sum(np.exp(log_p_V) * (log_p_V - log_q_V)))
 
 
-def compare(state_a: state_lib.State, state_b: state_lib.State, *, policy: str = manifest.VISIBLE) -> Comparison:
+def compare(state_a: state_lib.State, state_b: state_lib.State, *, policy: str = manifest.VISIBLE_ROWS) -> Comparison:
     """Compares two states of the same model; the result prints as a table.
 
     Raises:

@@ -19,9 +19,9 @@ from kvgraft_jax.gemma import config
 
 SCHEMA = "kvgraft/artifact/1"
 
-VISIBLE = "visible"
-FULL = "full"
-POLICIES = (VISIBLE, FULL)
+VISIBLE_ROWS = "visible"
+ALL_ROWS = "full"
+POLICIES = (VISIBLE_ROWS, ALL_ROWS)
 KINDS = (config.SLIDING, config.FULL)
 KV_DTYPES = ("bfloat16", "float32")
 
@@ -179,10 +179,10 @@ def check_state(policy: str, length: int, stacks: Iterable[Stack]) -> None:
                 f"{stack.kind} rows: got positions {stack.start} to {end - 1}, wanted them to end at {length - 1}, "
                 f"the last of {length} token(s)"
             )
-        if stack.start and (policy == FULL or stack.kind == config.FULL):
+        if stack.start and (policy == ALL_ROWS or stack.kind == config.FULL):
             raise errors.CaptureError(
                 f"{stack.kind} start: got {stack.start}, wanted 0; only sliding layers under policy "
-                f"{VISIBLE!r} may leave rows out"
+                f"{VISIBLE_ROWS!r} may leave rows out"
             )
     kinds = [stack.kind for stack in stacks]
     if kinds != [kind for kind in KINDS if kind in kinds]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
-import operator
 
 import jax
 import numpy as np
 
 from kvgraft_jax import errors
 from kvgraft_jax import progress as progress_lib
+from kvgraft_jax import token_ids as token_ids_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary, sharding
 from kvgraft_jax.runtime import step as step_lib
@@ -60,27 +60,9 @@ def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     Raises:
       InputError: not a flat sequence of integers, empty, or an id outside 0..V-1.
     """
-    if isinstance(token_ids, (set, frozenset, Mapping)):
-        raise errors.InputError(f"token_ids: got a {type(token_ids).__name__}, wanted a list of int, in order")
-    if isinstance(token_ids, (str, bytes)):
-        raise errors.InputError(
-            "token_ids: got text, wanted a list of int; encode it with model.tokenizer.encode(text)"
-        )
-    if type(token_ids).__name__ in ("State", "Artifact"):
-        raise errors.InputError(f"token_ids: {errors.mistaken(token_ids, 'a list of int')}")
-    try:
-        token_ids = tuple(token_ids)
-        if any(isinstance(token_id, bool | np.bool_) for token_id in token_ids):
-            raise errors.InputError("token_ids: got a bool among them, wanted a list of int")
-        planned = tuple(operator.index(token_id) for token_id in token_ids)
-    except TypeError as error:
-        raise errors.InputError(f"token_ids: got {type(token_ids).__name__}, wanted a list of int ({error})") from None
+    planned = token_ids_lib.checked(token_ids, vocab_size)
     if not planned:
         raise errors.InputError("token_ids: got none, wanted one or more")
-    for position, token_id in enumerate(planned):
-        if not 0 <= token_id < vocab_size:
-            got = errors.shown(token_id)
-            raise errors.InputError(f"token_ids[{position}]: got {got}, wanted 0 to {vocab_size - 1}")
     return planned
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
-import operator
 import re
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from kvgraft_jax import errors
+from kvgraft_jax import errors, token_ids
 from kvgraft_jax.text import bpe_model, sentencepiece_model
 
 _CANDIDATE = re.compile(r"<[^<>]*>")
@@ -99,7 +98,7 @@ class Tokenizer:
 
     def piece(self, token: int) -> str:
         """Spelling of one token, as in the vocabulary."""
-        return self.backend.piece(self._checked(token))
+        return self.backend.piece(token_ids.checked_one(token, self.vocab_size))
 
     def control_id(self, piece: str) -> int:
         """Id of the control piece spelled `piece`; `TokenizerError` where the vocabulary has none."""
@@ -111,9 +110,7 @@ class Tokenizer:
 
     def checked(self, ids: Sequence[int]) -> list[int]:
         """`ids` as Python ints; `InputError` for what is no list of ids of this vocabulary."""
-        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
-            raise errors.InputError(f"token ids: got {errors.shown(ids)}, wanted a list of int")
-        return [self._checked(token) for token in ids]
+        return list(token_ids.checked(ids, self.vocab_size))
 
     def check_prefix(self, prefix_ids: Sequence[int], text: str, control: bool = False) -> list[int]:
         """Checks that `text` begins with the tokens `prefix_ids`, and returns the ids after them.
@@ -152,12 +149,6 @@ class Tokenizer:
                 ids += [*self.backend.encode(text[start : match.start()]), self.controls[match[0]]]
                 start = match.end()
         return ids + self.backend.encode(text[start:])
-
-    def _checked(self, token: int) -> int:
-        is_int = hasattr(token, "__index__") and not isinstance(token, bool | np.bool_) and not np.ndim(token)
-        if not is_int or not 0 <= token < self.vocab_size:
-            raise errors.InputError(f"token id: got {errors.shown(token)}, wanted 0 to {self.vocab_size - 1}")
-        return operator.index(token)
 
 
 class Stream:

@@ -69,7 +69,7 @@ def test_a_shifted_runner_puts_slots_at_other_positions_with_the_same_program(en
 
 @pytest.mark.parametrize("way", relocated.WAYS)
 def test_only_the_own_position_is_exact_and_only_it_is_labelled_so(engine, way):
-    artifact = engine.capture(engine.prefill(TEXT), policy=manifest.FULL)
+    artifact = engine.capture(engine.prefill(TEXT), policy=manifest.ALL_ROWS)
     k_raw = real_keys.raw_keys(engine, TEXT)
     for shift in SHIFTS:
         runner = relocated.shifted(engine, tables(engine), shift)

@@ -15,7 +15,7 @@ from tests import tiny
 LENGTH = 40
 
 
-def deposit(policy: str = manifest.VISIBLE) -> artifact_lib.Artifact:
+def deposit(policy: str = manifest.VISIBLE_ROWS) -> artifact_lib.Artifact:
     """An artifact of the small model."""
     engine = tiny.engine()
     return engine.capture(engine.prefill(tiny.tokens(LENGTH)), policy=policy)
@@ -75,7 +75,7 @@ def test_other_logits_are_named():
 
 
 def test_other_tokens_are_found():
-    artifact = deposit(manifest.FULL)
+    artifact = deposit(manifest.ALL_ROWS)
     token_ids = (artifact.token_ids[0] ^ 1, *artifact.token_ids[1:])
     found = tiny.engine().verify(dataclasses.replace(artifact, token_ids=token_ids))
     assert found.difference == "the key of layer 0 at position 0"

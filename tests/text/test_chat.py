@@ -109,7 +109,7 @@ def test_what_is_no_list_of_messages_is_refused(turns, plain, messages):
         for call in (chat.render, chat.encode):
             with pytest.raises(errors.InputError, match="messages: got "):
                 call(messages)
-        with pytest.raises(errors.InputError, match="token id"):
+        with pytest.raises(errors.InputError, match="token.id"):
             chat.reply(messages)
 
 

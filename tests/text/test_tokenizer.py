@@ -248,14 +248,14 @@ def test_input_that_is_no_text(tiny):
     with pytest.raises(errors.InputError, match="got bytes, wanted str"):
         tiny.encode(b"a")
     for token in (-1, tiny.vocab_size):
-        with pytest.raises(errors.InputError, match="token id"):
+        with pytest.raises(errors.InputError, match="token.id"):
             tiny.decode([token])
-        with pytest.raises(errors.InputError, match="token id"):
+        with pytest.raises(errors.InputError, match="token.id"):
             tiny.piece(token)
     for ids in (None, "ab", 7, ["a"], [[1]], [1.7], [True], [10**5000]):
-        with pytest.raises(errors.InputError, match="token id"):
+        with pytest.raises(errors.InputError, match="token.id"):
             tiny.decode(ids)
-        with pytest.raises(errors.InputError, match="token id"):
+        with pytest.raises(errors.InputError, match="token.id"):
             tiny.check_prefix(ids, "the code")
 
 
