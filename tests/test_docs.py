@@ -22,6 +22,9 @@ DOCUMENTS = ("README.md", "WORKSPACE.md", "docs/checkpoints.md")
 GENERATED = ("result.json", "report.md", "manifest.json", "files.json", "out/", "arrays/", "DIRECTORY/")
 # Of a checkpoint, which someone else made.
 FOREIGN = (
+    "adapter_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
     "config.json",
     "chat_template.json",
     "generation_config.json",

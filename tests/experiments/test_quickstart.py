@@ -21,5 +21,7 @@ def test_it_runs_and_ends_in_equality(tmp_path):
     comparison = notebooks.printed(cells[-1])
     assert comparison.splitlines()[-1] == "equal" and "DIFFERENT" not in comparison
     assert text["artifact = kg.load_artifact(directory, artifact_id)"].startswith("60}")
+    streamed = text["stream, state = model.tokenizer.stream(), asked"]
+    assert streamed.rstrip("\n") == text["artifact = kg.load_artifact(directory, artifact_id)"].rstrip("\n")
     assert "width" in text["try:"]
     assert text["prefix_ids, suffix_ids = model.chat.split(text, query)"].startswith("plain 60}")

@@ -91,12 +91,13 @@ def check_names(names: Iterable[str], origin: str) -> None:
         )
 
 
-def check_generation(generation: Mapping[str, object], whole: Mapping[str, object]) -> None:
+def check_generation(generation: Mapping[str, object], whole: Mapping[str, object], origin: str) -> None:
     """Raises for settings of generation that would change greedy decoding.
 
     Args:
       generation: the document of generation_config.json; an unknown key in it is refused.
       whole: the document of config.json, in which such settings stood formerly.
+      origin: the directory, for messages.
 
     Raises:
       ConfigError: one error that names all of them.
@@ -112,6 +113,6 @@ def check_generation(generation: Mapping[str, object], whole: Mapping[str, objec
         fields.check()
     except errors.ConfigError as error:
         raise errors.ConfigError(
-            f"{error}. Tokens are chosen greedily and without these: take them out of generation_config.json (or "
-            "config.json) to have that"
+            f"{origin}: {error}. Tokens are chosen greedily and without these: take them out of generation_config.json "
+            "(or config.json) to have that"
         ) from None

@@ -61,8 +61,8 @@ def read_config(directory: pathlib.Path) -> config_lib.GemmaConfig:
     document = files.read_json(path)
     generation_path = directory / "generation_config.json"
     generation = files.read_json(generation_path) if generation_path.is_file() else {}
+    beside.check_generation(generation, document, str(directory))
     try:
-        beside.check_generation(generation, document)
         return parse_config(document, directory.resolve().name, generation)
     except errors.ConfigError as error:
         raise errors.ConfigError(f"{path}: {error}") from None
