@@ -22,7 +22,7 @@ import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, forks
 
 STATE = "state"
 NOTES = ("_CHECKPOINT_METADATA", "orbax.checkpoint", f"{STATE}/_METADATA")
@@ -87,6 +87,7 @@ def save(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
       OSError, ValueError: as Orbax raises them.
     """
     if _can_run_here():
+        forks.use_tensorstore("saving an artifact")  # So that a child forked later knows.
         with _settings():
             ocp.save(path, dict(arrays), checkpointable_name=STATE)
     else:

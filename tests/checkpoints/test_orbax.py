@@ -328,15 +328,19 @@ def test_want_of_file_handles_is_no_damage(tmp_path, flat_files, monkeypatch):
 
 
 _FORK = """
-import os, signal, sys, warnings
+import os, pathlib, signal, sys, tempfile, warnings
+import numpy as np
 warnings.simplefilter("ignore")
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import load
 from kvgraft_jax.gemma import configurations
+from kvgraft_jax.grafting import orbax_arrays
 from tests import orbax_checkpoints as written
 configurations.CONFIGURATIONS["small-gemma3"] = written.config("gemma3")
-if "after" in sys.argv:
+if "after a load" in sys.argv:
     load.load_model(sys.argv[1])
+if "after a save" in sys.argv:
+    orbax_arrays.save(pathlib.Path(tempfile.mkdtemp()) / "arrays", {"x": np.zeros(3, np.float32)})
 child = os.fork()
 if not child:
     signal.alarm(120)
@@ -349,7 +353,7 @@ sys.exit(os.waitpid(child, 0)[1])
 """
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after a load", "after a save"])
 def test_a_forked_worker_loads_or_is_told_to_be_spawned(flat_files, when):
     command = [sys.executable, "-c", _FORK, f"orbax:{flat_files}", when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
