@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from concurrent.futures import thread as threads  # Not on first use: at interpreter shutdown it cannot be loaded.
 import contextlib
 import hashlib
 import json
@@ -128,7 +129,7 @@ def in_parallel(function: Callable[[Any], Any], items: Sequence[Any]) -> list[An
     if len(items) < 2:
         return [function(item) for item in items]
     running: list[futures.Future] = []
-    with futures.ThreadPoolExecutor(min(len(items), os.cpu_count() or 1), thread_name_prefix="digest") as pool:
+    with threads.ThreadPoolExecutor(min(len(items), os.cpu_count() or 1), thread_name_prefix="digest") as pool:
         with contextlib.suppress(RuntimeError):  # From `submit` alone; those of the function are in its future.
             running += (pool.submit(function, item) for item in items)
         late = [function(item) for item in items[len(running) :]]

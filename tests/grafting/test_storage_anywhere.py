@@ -130,13 +130,12 @@ def test_a_process_of_a_distributed_job_does_not_wait_for_the_others(tmp_path, w
 def test_an_ending_process_saves_and_loads(tmp_path, ending):
     code = f"""
 import atexit, sys, threading, time; from kvgraft_jax.grafting import storage; from tests import entries
-artifact_id = storage.save_artifact(entries.make_artifact(), sys.argv[1])
 def deposit(): print(storage.save_artifact(entries.make_artifact(1), sys.argv[1]), flush=True)
-def load(): print(storage.load_artifact(sys.argv[1], artifact_id).artifact_id, flush=True)
+def load(): print(storage.load_artifact(sys.argv[1], sys.argv[2]).artifact_id, flush=True)
 {ending}
 """
     number = int("deposit" in ending)
-    assert finish(start(code, tmp_path)) == entries.make_artifact(number).artifact_id
+    assert finish(start(code, tmp_path, save((0, tmp_path)))) == entries.make_artifact(number).artifact_id
     assert storage.load_artifact(tmp_path, entries.make_artifact(number).artifact_id)
 
 
