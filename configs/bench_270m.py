@@ -10,7 +10,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The benchmark's settings."""
+    """Returns the benchmark's settings."""
     config = ml_collections.ConfigDict()
     config.model = "package:gemma-3-270m"
     config.dtype = "bfloat16"

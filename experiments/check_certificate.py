@@ -1,4 +1,4 @@
-"""Checks the exactness theorems of rotary encoding with integers alone; imports nothing but the standard library.
+"""Checks the exactness theorems of rotary encoding with integers; imports only the standard library.
 
   python -m experiments.check_certificate no-decoder FILE [--positions N]   T5: no function moves a key stored at p >= 1
   python -m experiments.check_certificate shift N [--scale 8]               T2: re-rotation by d fails, 0 < |d| < N
@@ -56,7 +56,7 @@ class BadInput(Exception):
 
 
 def unique(fields: list[tuple[str, object]]) -> dict:
-    """The object of these fields, none of which may be there twice."""
+    """Returns the object of these fields, none of which may be there twice."""
     if len(dict(fields)) < len(fields):
         raise ValueError("a field is there twice")
     return dict(fields)
@@ -99,7 +99,7 @@ def cos_sin(angle: int) -> tuple[int, int]:
 
 
 def turned(point: tuple[int, int], turn: tuple[int, int]) -> tuple[int, int]:
-    """The product of two numbers of the unit circle."""
+    """Multiplies two numbers of the unit circle."""
     (a, b), (c, s) = point, turn
     return (a * c - b * s) >> WORK, (a * s + b * c) >> WORK
 
@@ -153,7 +153,7 @@ def rotated(row: tuple[int, int, int], x: int, y: int) -> tuple[int, int]:
 
 
 def stored(row: tuple[int, int, int], x: int, y: int, rule: str) -> tuple[int, int] | None:
-    """The key that is stored for (x, y), in units of `row` times theirs; None where the rule leaves a choice."""
+    """Returns the key stored for (x, y), in units of `row` times theirs; None where the rule leaves a choice."""
     if rule == HF_BF16:
         return rotated(row, x, y)
     ends = bounds(row, x, y)
@@ -162,7 +162,7 @@ def stored(row: tuple[int, int, int], x: int, y: int, rule: str) -> tuple[int, i
 
 
 def compared(row: tuple[int, int, int], one: tuple, other_row: tuple[int, int, int], other: tuple, rule: str) -> int:
-    """Whether two keys, each rotated by its row, become one stored key in every implementation, or never."""
+    """Returns whether two keys, each rotated by its row, become one stored key in every implementation, or never."""
     if rule == HF_BF16:
         return COLLIDE if rotated(row, *one) == rotated(other_row, *other) else SEPARATE
     do_collide = True
@@ -240,7 +240,7 @@ claim: for every d some p has outputs of opposite sign at p and p + d"""
 
 
 def read_certificate(path: str) -> dict:
-    """The certificate in a file, once nothing in it is missing, unknown, of another type or out of range."""
+    """Reads a certificate and checks that nothing in it is missing, unknown, of another type or out of range."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)

@@ -122,7 +122,7 @@ def start(name: str, run: Callable[[], int]) -> None:
 
 
 def guard(name: str, run: Callable[[], int]) -> int:
-    """The exit code of `run`; whatever goes wrong in it is told on stderr, and never taken for a claim that fails."""
+    """Returns the exit code of `run`; an error in it goes to stderr and never counts as a claim that fails."""
     try:
         return run()
     except errors.KVGraftError as error:
@@ -160,7 +160,7 @@ def execute(
 
 
 def read_settings(settings_type: type, config: Mapping[str, Any] | None) -> Any:
-    """The fields of a configuration as `settings_type`.
+    """Reads the fields of a configuration as `settings_type`.
 
     Raises:
       ConfigError: a field is missing, or is of another type.
@@ -180,7 +180,7 @@ def read_settings(settings_type: type, config: Mapping[str, Any] | None) -> Any:
 
 
 def report(document: Mapping[str, Any]) -> str:
-    """The content of result.json as Markdown; SHA-256 in the rows are cut to their first 16 digits."""
+    """Writes the content of result.json as Markdown; SHA-256 in the rows are cut to their first 16 digits."""
     lines = [f"# {document['experiment']}: {_verdict(document)}", "", f"Claim: {document['claim']}", ""]
     lines += ["## Figures", "", *_markdown(("figure", "value"), _figures(document))]
     for name in _GROUPS:
@@ -194,7 +194,7 @@ def report(document: Mapping[str, Any]) -> str:
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """The figures in two columns and a line that says PASS or FAIL."""
+    """Returns the figures in two columns and a line that says PASS or FAIL."""
     lines = columns([(name, _text(value)) for name, value in _figures(document)])
     return "\n".join([document["experiment"], *lines, f"{_verdict(document)}: {document['claim']}"])
 
@@ -207,7 +207,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def new_folder(out: str | os.PathLike[str] | None) -> pathlib.Path:
-    """The folder for results, made if need be.
+    """Returns the folder for results, and makes it if it does not exist.
 
     Raises:
       InputError: none was named, it cannot be made or used, or something is in it.
@@ -246,7 +246,7 @@ def run_module(module: str, *arguments: str) -> None:
             process.kill()  # Nobody waits for its answer any more.
             raise
     if process.returncode:
-        reason = said.strip().splitlines()[-1:] or ["without a word"]
+        reason = said.strip().splitlines()[-1:] or ["no message"]
         raise errors.ConfigError(f"the process of {module} ended with {process.returncode}: {reason[0]}")
 
 
@@ -319,7 +319,7 @@ def _execute(
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type, exactly: no bool for an int, no list for a tuple."""
+    """Returns whether a value is of the type, exactly: no bool for an int, no list for a tuple."""
     if typing.get_origin(hint) is tuple:
         item_hint, _ = typing.get_args(hint)
         return type(value) is tuple and all(_fits(item, item_hint) for item in value)

@@ -254,7 +254,7 @@ def _deciding() -> tuple[str, ...]:
 
 @functools.cache
 def _flags_when_configured() -> tuple[str, ...]:
-    """The deciding flags at the first call, which `configure()` makes."""
+    """Returns the deciding flags at the first call, which `configure()` makes."""
     return _deciding()
 
 
@@ -265,7 +265,7 @@ def _export_line(flags: tuple[str, ...]) -> str:
 
 
 def _changed_since_start() -> bool:
-    """Whether XLA_FLAGS differs from what this process was started with; False where the system does not tell."""
+    """Returns whether XLA_FLAGS changed since this process started; False where the system does not tell."""
     try:
         with open("/proc/self/environ", "rb") as file:
             given = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0"))

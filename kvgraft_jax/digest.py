@@ -130,7 +130,7 @@ def in_parallel(function: Callable[[Any], Any], items: Sequence[Any]) -> list[An
         return [function(item) for item in items]
     running: list[futures.Future] = []
     with threads.ThreadPoolExecutor(min(len(items), os.cpu_count() or 1), thread_name_prefix="digest") as pool:
-        with contextlib.suppress(RuntimeError):  # From `submit` alone; those of the function are in its future.
+        with contextlib.suppress(RuntimeError):  # Only those of `submit`; those of the function are in its future.
             running += (pool.submit(function, item) for item in items)
         late = [function(item) for item in items[len(running) :]]
         return [future.result() for future in running] + late

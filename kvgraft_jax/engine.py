@@ -35,7 +35,7 @@ determinism.configure()
 DEFAULT_WIDTH = 10
 DEFAULT_KV_BLOCK = 128
 
-_TRIM_STEPS = 16  # After so many steps a trim, some 20 ms, is small beside the run.
+_TRIM_STEPS = 16  # A trim takes some 20 ms, which is small beside this number of steps.
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def pin(self) -> pin_lib.Pin:
-        """The document of everything that decides the bits; equal for every engine of equal settings.
+        """Returns the document of everything that decides the bits; equal for every engine of equal settings.
 
         Raises:
           DeterminismError: options of jax were changed after the engine compiled its programs; or the self-test failed.
@@ -134,7 +134,7 @@ class Engine:
         )
 
     def _measured(self) -> dict[str, Any]:
-        """What was found of the programs under jax's present options; both are remembered for the process."""
+        """Returns what was found of the programs under jax's present options; both are remembered for the process."""
         self_test_sha256 = self_test.result(self.runner, self.model.digest)
         return {"program": self.runner.programs.fingerprint, "self_test": self_test_sha256}
 
@@ -150,7 +150,7 @@ class Engine:
             )
 
     def prefill(self, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
-        """A fresh context that has read `token_ids`.
+        """Reads `token_ids` into a fresh context.
 
         Args:
           token_ids: one or more ids.
@@ -171,7 +171,7 @@ class Engine:
         return state
 
     def extend(self, state: state_lib.State, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
-        """The context that has read `token_ids` after those of `state`, which stays as it is.
+        """Reads `token_ids` after those of `state`, which stays as it is, and returns the new context.
 
         Raises:
           InputError: empty, an id outside the vocabulary, or a state of another engine.
@@ -197,7 +197,7 @@ class Engine:
 
         Args:
           state: where to begin; stays as it is.
-          max_new_tokens: decode at most so many.
+          max_new_tokens: the most tokens to decode.
           stop_ids: end before any of these; None means `model.stop_ids`, () none.
           on_token: called with each new token and the float32 [V] logits that follow it.
 
@@ -253,7 +253,7 @@ class Engine:
         provenance: Mapping[str, str | int] | None = None,
         policy: str = manifest.VISIBLE_ROWS,
     ) -> artifact_lib.Artifact:
-        """The artifact of a state, on the host.
+        """Captures a state as an artifact on the host.
 
         Args:
           state: made by this engine or one of equal pin.
@@ -272,7 +272,7 @@ class Engine:
     def graft(
         self, artifact: artifact_lib.Artifact, *, position: int = 0, allow_inexact: bool = False
     ) -> state_lib.State:
-        """A fresh context that holds the artifact's rows at their own positions, as if it had just read the text.
+        """Puts the artifact's rows at their own positions in a fresh context, as if it had just read the text.
 
         Exact: bit-exact: K/V rows and logits equal those of the state that was captured, which are finite values.
 

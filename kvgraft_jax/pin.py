@@ -66,7 +66,7 @@ class Pin:
 
     @property
     def document(self) -> dict[str, Any]:
-        """A fresh copy of the document."""
+        """Returns a fresh copy of the document."""
         return json.loads(self.canonical)
 
     @functools.cached_property
@@ -75,7 +75,7 @@ class Pin:
         return digest.json_digest(self.document)
 
     def fields(self) -> dict[str, Any]:
-        """Every value under its dotted name, such as `model.sliding.window` or `cpu[0].model`, in order of names."""
+        """Returns all values by dotted name, such as `model.sliding.window` or `cpu[0].model`, in order of names."""
         found: dict[str, Any] = {}
         _flatten(self.document, "", found)
         return dict(sorted(found.items()))
@@ -93,7 +93,7 @@ def diff(ours: Pin, theirs: Pin) -> tuple[errors.FieldDifference, ...]:
     """Returns the fields in which two pins differ, in order of names; none exactly when the pins are equal.
 
     Raises:
-      InputError: one of them is no pin.
+      InputError: one of them is not a pin.
     """
     for name, given in (("ours", ours), ("theirs", theirs)):
         if not isinstance(given, Pin):
@@ -108,7 +108,7 @@ def diff(ours: Pin, theirs: Pin) -> tuple[errors.FieldDifference, ...]:
 
 
 def _text(value: Any) -> str:
-    """The value as canonical JSON, which tells 1 from 1.0 and from true, where Python's `==` does not."""
+    """Returns the value as canonical JSON, which tells 1 from 1.0 and from true, where Python's `==` does not."""
     return repr(value) if value is MISSING else digest.canonical_json(value).decode()
 
 

@@ -81,7 +81,7 @@ def _key(config: step_lib.StepConfig, environment: bytes) -> list[Any]:
 
 
 def _run(config: step_lib.StepConfig, threads: int) -> str | None:
-    """The self-test of the cut model in a child process; None, with a warning, where no child can run."""
+    """Runs the self-test of the cut model in a child process; None, with a warning, where no child can run."""
     root = str(pathlib.Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     environment = dict(os.environ, NPROC=str(threads), JAX_PLATFORMS="cpu", PYTHONPATH=path)
@@ -110,7 +110,7 @@ def _untested(threads: int, reason: str) -> None:
 
 
 def _cut(config: config_lib.GemmaConfig) -> config_lib.GemmaConfig:
-    """A layer of each attention kind of the model, none of which shares keys and values, and few tokens and experts."""
+    """Cuts the model to one layer per attention kind, without shared keys and values, and few tokens and experts."""
     kinds = tuple(dict.fromkeys(config.layer_kinds))
     small = dataclasses.replace(config, layer_kinds=kinds, num_kv_shared_layers=0, shared_hidden_dim=None)
     experts = config.experts and min(_EXPERTS, config.experts.num_experts)

@@ -21,7 +21,7 @@ def checked(token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
       vocab_size: V.
 
     Raises:
-      InputError: names the position of what is no integer from 0 to V - 1; or text, a set or something else was given.
+      InputError: names the position of anything but an integer from 0 to V - 1; or got text, a set or the like.
     """
     if isinstance(token_ids, str | bytes):
         raise errors.InputError(

@@ -1,8 +1,8 @@
 """The environment variable XLA_FLAGS, read as XLA reads it, and what of it a pin holds or refuses.
 
-XLA takes a value whose first character is no hyphen for the name of a file that holds the flags. Flags are separated
+XLA takes a value whose first character is not a hyphen for the name of a file that holds the flags. Flags are separated
 by whitespace; a value in double quotes may hold whitespace and escape characters with a backslash, one in single
-quotes holds all but such a quote. XLA passes over everything from the first word on that is no flag.
+quotes holds all but such a quote. XLA passes over everything from the first word on that is not a flag.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def in_environment() -> tuple[str, ...]:
 
 
 def names_file(text: str) -> bool:
-    """Whether XLA takes a value of the variable for the name of a file."""
+    """Returns whether XLA takes a value of the variable for the name of a file."""
     return bool(text) and not text.lstrip(_SPACE).startswith("-")
 
 
@@ -123,7 +123,7 @@ def value_of(flags: Sequence[str], name: str) -> str | None:
 def canonical(flag: str) -> str:
     """Returns the one spelling of a flag and its value.
 
-    A switch is `true` or `false`, however it was written: TRUE, 1, 0, or the name alone. Only XLA knows which flags are
+    A switch is `true` or `false`, however it was written: TRUE, 1, 0, or just the name. Only XLA knows which flags are
     numbers, so a number of 1 or 0 is written that way too. Leading zeros of whole numbers go.
     """
     name, equals, value = flag.partition("=")
@@ -178,7 +178,7 @@ def check(flags: Sequence[str]) -> None:
 
 
 def _keeps_dots(value: str) -> bool:
-    """Whether a list of fusion types leaves dots to YNNPACK: it names them, or only adds to the default."""
+    """Returns whether a list of fusion types leaves dots to YNNPACK: it names them, or only adds to the default."""
     words = [word.lower() for word in value.split(",")]
     if any(word.startswith("-") for word in words):
         return False

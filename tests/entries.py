@@ -34,7 +34,7 @@ def make_artifact(number=0, vocabulary=12, dtype=BF16):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """A directory with one entry, for tests that copy it before they damage it."""
+    """Returns a directory with one entry, for tests that copy it before they damage it."""
     directory = tmp_path_factory.mktemp("stored")
     storage.save_artifact(make_artifact(), directory)
     return directory

@@ -161,7 +161,7 @@ class Program:
 
 
 def build(config: config_lib.GemmaConfig, dtype: str, width: int, kv_block: int) -> Program:
-    """A program that compiles on its first run."""
+    """Builds a program that compiles on its first run."""
     model = transformer.Transformer(config, jnp.dtype(dtype), kv_block)
 
     @jax.jit

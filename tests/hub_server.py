@@ -1,4 +1,4 @@
-"""Serves directories as model repositories, as the Hugging Face Hub does, on this machine alone: for tests."""
+"""Serves directories as model repositories, as the Hugging Face Hub does, only on this machine: for tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hub:
       is_private: whether nothing is given or known without `TOKEN`.
       refused: status with which everything is answered; 0 answers as usual.
       cut: bytes that are held back from answers with a large file.
-      cuts: so many such answers.
+      cuts: the number of such answers.
       declares_less: whether such an answer admits so in its length.
       flipped: whether the large files arrive with one wrong bit.
       sizes: what the listing says about the size of a file, where that is not the truth.

@@ -14,7 +14,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "experiments" / "colabs"
 
 
 def read(name: str) -> nbformat.NotebookNode:
-    """A notebook of the project."""
+    """Returns a notebook of the project."""
     return nbformat.read(FOLDER / name, as_version=4)
 
 
@@ -24,7 +24,7 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def is_bare(notebook: nbformat.NotebookNode) -> bool:
-    """Whether it has code and no outputs."""
+    """Returns whether it has code and no outputs."""
     cells = code_cells(notebook)
     return bool(cells) and all(cell.outputs == [] and cell.execution_count is None for cell in cells)
 
@@ -59,10 +59,10 @@ def execute(name: str, scratch: pathlib.Path) -> nbformat.NotebookNode:
 
 
 def printed(cell: nbformat.NotebookNode) -> str:
-    """What a cell wrote to stdout."""
+    """Returns what a cell wrote to stdout."""
     return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
 
 
 def num_plots(cell: nbformat.NotebookNode) -> int:
-    """How many images a cell shows."""
+    """Returns how many images a cell shows."""
     return sum("image/png" in output.get("data", {}) for output in cell.outputs)

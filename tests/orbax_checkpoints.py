@@ -36,7 +36,7 @@ Write = Callable[[pathlib.Path, dict], None]
 
 @functools.cache
 def config(kind: str) -> config_lib.GemmaConfig:
-    """A small model with all that is particular to its kind."""
+    """Returns a small model with all that is particular to its kind."""
     name, layers, full_kv_heads, head_dim, full_head_dim = _CUTS[kind]
     real = configurations.get(name)
     return dataclasses.replace(

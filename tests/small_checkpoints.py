@@ -48,7 +48,7 @@ stored = export.tensors
 
 @pytest.fixture(scope="module")
 def made() -> model_lib.Model:
-    """A small model, from a seed."""
+    """Returns a small model, from a seed."""
     return load.load_model(URI)
 
 
@@ -151,7 +151,7 @@ def write_safetensors(
     shards: int = 1,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> str:
-    """A directory as on the Hub; returns its URI."""
+    """Writes a directory as on the Hub; returns its URI."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config_json))
     named = {name if name == "lm_head.weight" else prefix + name: array for name, array in tensors.items()}
@@ -222,7 +222,7 @@ def write_gguf(
     metadata: Mapping[str, object] | None = None,
     split_experts: bool = False,
 ) -> str:
-    """A GGUF file with every matrix in `kind` and vectors as float32, norms of Gemma 3 shifted by one; its URI."""
+    """Writes a GGUF file, matrices in `kind`, vectors as float32, norms of Gemma 3 shifted by one; returns its URI."""
     writer = gguf.GGUFWriter(path, "gemma3" if config.norm_plus_one else "gemma4")
     for key, value in (gguf_metadata(config) | (metadata or {})).items():
         if value is None:

@@ -39,7 +39,7 @@ else:
 
 
 def _run(*command: object, cwd: pathlib.Path = ROOT) -> str:
-    """What a command prints; fails with all that it said."""
+    """Returns what a command prints; fails with all that it said."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,7 +60,7 @@ def wheel(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory, wheel) -> pathlib.Path:
-    """An environment with the wheel in it, which takes the dependencies from this interpreter's environment."""
+    """Returns an environment with the wheel in it, which takes the dependencies from this interpreter's environment."""
     folder = tmp_path_factory.mktemp("elsewhere") / "venv"
     venv.create(folder, symlinks=True)
     _run(sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", *OFFLINE, wheel)

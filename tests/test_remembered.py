@@ -13,7 +13,7 @@ from kvgraft_jax import digest, errors, remembered
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path) -> pathlib.Path:
-    """A cache directory of the test's own."""
+    """Returns a cache directory of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(remembered, "_SETTLED_NS", 0)
     return tmp_path / "cache" / "kvgraft_jax"

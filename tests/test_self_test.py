@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def build(capacity: int = 64) -> engine_lib.Engine:
-    """An engine of the small model with programs that no other test has run."""
+    """Returns an engine of the small model with programs that no other test has run."""
     step_lib.programs.cache_clear()
     return engine_lib.Engine(tiny.model(), capacity=capacity, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
 

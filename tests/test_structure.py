@@ -35,7 +35,7 @@ PROJECT = ("kvgraft_jax", "configs", "experiments", "tests")
 
 
 def _files(root: pathlib.Path) -> list[pathlib.Path]:
-    """All files that belong to the repository: not hidden (except .ci), not generated."""
+    """Returns all files that belong to the repository: not hidden (except .ci), not generated."""
     found = []
     for directory, below, names in os.walk(root):
         below[:] = [
@@ -68,7 +68,7 @@ def _imports(path: pathlib.Path, modules: dict[str, pathlib.Path]) -> Iterator[t
 
 
 def _rank(module: str) -> int | None:
-    """Place in the one-way order; None for a room without a place."""
+    """Returns the place in the one-way order; None for a module without one."""
     top, _, rest = module.partition(".")
     if top == "kvgraft_jax" and rest:
         place = [i for i, room in enumerate(ROOMS) if f"{rest}.".startswith(f"{room}.") or room.startswith(f"{rest}.")]
@@ -120,7 +120,7 @@ def wrong_way_imports(root: pathlib.Path) -> list[str]:
             elif top in PROJECT and target not in modules:
                 if module == "kvgraft_jax":  # Its business is names: it declares the public ones.
                     continue
-                found.append(f"{where}{target} is no module; import modules, not names")
+                found.append(f"{where}{target} is not a module; import modules, not names")
             elif top in PROJECT and is_project and (_rank(target) is None or _rank(target) > _rank(module)):
                 found.append(f"{where}{module} imports {target}, which comes after it in {ROOMS}")
     return found
@@ -204,7 +204,7 @@ VIOLATIONS = {
     "name import": (
         wrong_way_imports,
         {"kvgraft_jax/pin.py": "from kvgraft_jax.errors import E\n", "kvgraft_jax/errors.py": ""},
-        "kvgraft_jax/pin.py:1: kvgraft_jax.errors.E is no module",
+        "kvgraft_jax/pin.py:1: kvgraft_jax.errors.E is not a module",
     ),
     "configuration": (wrong_way_imports, {"configs/a.py": "import numpy\n"}, "configs/a.py:1"),
     "cycle": (

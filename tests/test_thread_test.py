@@ -18,7 +18,7 @@ CHECK = thread_test.check  # As it was before conftest left it out.
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    """A cache directory of the test's own."""
+    """Returns a cache directory of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     thread_test._check.cache_clear()
     yield tmp_path / "cache"

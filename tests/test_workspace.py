@@ -99,7 +99,7 @@ def _make_checkout(folder: pathlib.Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> pathlib.Path:
-    """The small project, set up under every pip variable that would lead the installation elsewhere."""
+    """Returns the small project, set up under every pip variable that would lead the installation elsewhere."""
     scratch = tmp_path_factory.mktemp("workspace").resolve()
     settings = _make_checkout(scratch / "checkout")
     for name in ("TARGET", "PREFIX", "ROOT", "EDITABLE", "REQUIREMENT", "PYTHON"):
@@ -116,7 +116,7 @@ def checkout(tmp_path_factory) -> pathlib.Path:
 
 
 def _found(checkout: pathlib.Path) -> str:
-    """What PROBE prints where nothing is led elsewhere."""
+    """Returns what PROBE prints where nothing is led elsewhere."""
     return f"{checkout} {checkout}/kvgraft_jax/__init__.py 1.0 {checkout}/.venv True []\n"
 
 

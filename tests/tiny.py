@@ -27,7 +27,7 @@ def model(dtype: str = "bfloat16", uri: str = URI) -> model_lib.Model:
 def engine(
     dtype: str = "bfloat16", *, width: int = WIDTH, kv_block: int = KV_BLOCK, capacity: int = CAPACITY
 ) -> engine_lib.Engine:
-    """An engine of the small model."""
+    """Returns an engine of the small model."""
     return engine_lib.Engine(model(dtype), capacity=capacity, width=width, kv_block=kv_block)
 
 

@@ -19,7 +19,7 @@ _TEXT = "the code of the depot is four; a user asks and the model answers. Hello
 
 @functools.cache
 def sentencepiece_model(controls_are_text: bool = True) -> bytes:
-    """A SentencePiece BPE model in the manner of Gemma's; its control pieces are user-defined where asked for."""
+    """Makes a SentencePiece BPE model in the manner of Gemma's; its control pieces are user-defined where asked for."""
     stream = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([_TEXT.strip(), "ab cd ef gh ij kl mn op qr st uv wx yz 0123456789 HWA"] * 20),
@@ -74,7 +74,7 @@ def gguf_metadata() -> dict[str, object]:
 
 @functools.cache
 def tokenizer_json() -> bytes:
-    """A tokenizer.json in the manner of Gemma's: byte fallback, some control pieces special and one not."""
+    """Returns a tokenizer.json in the manner of Gemma's: byte fallback, some control pieces special and one not."""
     letters = sorted(set("\u2581" + _TEXT + "HWA0123456789"))
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *CONTROLS, "<unused0>", "\n\n"]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)] + letters

@@ -38,7 +38,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether the figure was measured and is as wanted."""
+        """Returns whether the figure was measured and is as wanted."""
         if self.got is None:
             return False
         return self.got >= self.limit if self.is_minimum else self.got <= self.limit

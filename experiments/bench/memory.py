@@ -59,7 +59,7 @@ class Memory:
 
     @property
     def running_in_weights(self) -> float:
-        """What is resident after a prefill, the cache taken off, as a multiple of the weights."""
+        """Returns what is resident after a prefill, the cache taken off, as a multiple of the weights."""
         return (self.prefill.resident_bytes - self.cache_bytes) / self.weights_bytes
 
 

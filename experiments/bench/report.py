@@ -51,12 +51,12 @@ class Measured:
 
     @property
     def claims(self) -> tuple[claims_lib.Claim, ...]:
-        """What the figures have to reach."""
+        """Returns what the figures have to reach."""
         return claims_lib.claims(self.tasks, self.memory)
 
     @property
     def holds(self) -> bool:
-        """Whether every figure that was measured is as wanted."""
+        """Returns whether every figure that was measured is as wanted."""
         return all(claim.holds for claim in self.claims if claim.got is not None)
 
     @property

@@ -29,7 +29,7 @@ MODEL = "package:gemma-3-270m"
 DTYPE = "bfloat16"
 CAPACITY = 384
 FACTS = 6
-WORKING_TOKENS = 48  # Room to work a problem out before the model has to answer.
+WORKING_TOKENS = 48  # Space to work a problem out before the model has to answer.
 ANSWER_TOKENS = 16
 
 

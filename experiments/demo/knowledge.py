@@ -60,12 +60,12 @@ class Fact:
 
     @property
     def subject(self) -> str:
-        """What it is about, in few words."""
+        """Returns what it is about, in few words."""
         return f"phone of {self.name}"
 
     @property
     def question(self) -> str:
-        """What is asked."""
+        """Returns what is asked."""
         return f"What is the phone number of {self.name}?"
 
     @property

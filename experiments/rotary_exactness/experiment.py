@@ -102,7 +102,7 @@ class Settings:
 
 
 def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findings:
-    """The sweep, then the parts, then the checks and plots."""
+    """Runs the sweep, then the parts, then the checks and plots."""
     longest = max(settings.value_shifts) + settings.text_tokens + KV_BLOCK
     engine = kg.Engine(model, capacity=longest, kv_block=KV_BLOCK)
     rows, swept, raw = [], {}, {}
@@ -167,7 +167,7 @@ def _swept_rows(
 def _moved_rows(
     settings: Settings, encoding: encodings.Encoding, scheme: keys.Scheme, k_raw_TxH: jax.Array, table: tables.Table
 ) -> list[dict]:
-    """Every move by every method that differs from the others in this scheme."""
+    """Measures every move by every method that differs from the others in this scheme."""
     rows = []
     for position, shift in settings.moves:
         k_rot_TxH = keys.fresh_key(k_raw_TxH, table, position, scheme)
@@ -235,7 +235,7 @@ def _row(
 
 
 def _checks(rows: list[dict]) -> list[dict]:
-    """What the sweep says about own position, other positions and the exceptions."""
+    """Checks what the sweep says about own position, other positions and the exceptions."""
     moved = [row for row in rows if row["shift"] and row["position"]]
     turned = [row for row in moved if row["method"] != keys.SNAP]
     from_0 = [

@@ -212,7 +212,7 @@ def _decoders(table: tables.Table) -> tuple[dict[str, np.ndarray], list[dict]]:
 
 
 def _flips(table: tables.Table) -> tuple[dict[str, np.ndarray], list[dict]]:
-    """The gap of the logits of two tokens at p and p + 1, for a query at p + 1: -0.0842 everywhere in the reals."""
+    """Computes the gap of the logits for tokens at p and p + 1, query at p + 1: -0.0842 everywhere in the reals."""
     position_T = np.arange(_FLIP_POSITIONS)
     query, first, second = check_certificate.QUERY, check_certificate.KEY_FAR, check_certificate.KEY_NEAR
 

@@ -107,7 +107,7 @@ def _by_shift(position: int, shifts: Sequence[int], share: Mapping[tuple[str, st
 
 
 def _drift(parts: rotary_parts.Parts, plot: _Plot) -> None:
-    """The rounded angle is not additive: the error grows with the position, but for pair 0."""
+    """Plots how the error grows with the position, except on pair 0: rounded angles do not add up."""
     with plot as axes:
         for (pair, (positions, errors)), colour in zip(parts.drift.items(), _COLOURS, strict=False):
             axes.loglog(positions, errors, "o-", markersize=3, color=colour, label=f"pair {pair}")
@@ -118,7 +118,7 @@ def _drift(parts: rotary_parts.Parts, plot: _Plot) -> None:
 
 
 def _decoders(parts: rotary_parts.Parts, plot: _Plot) -> None:
-    """How many of the 2^20 ordinary keys of pair 0 come back."""
+    """Plots how many of the 2^20 ordinary keys of pair 0 come back."""
     with plot as axes:
         places = np.arange(len(rotary_parts.DECODER_MOVES))
         methods = ("best decoder", "un-rotate, round, rotate", "turn on")
@@ -144,7 +144,7 @@ def _decoders(parts: rotary_parts.Parts, plot: _Plot) -> None:
 
 
 def _flips(parts: rotary_parts.Parts, plot: _Plot) -> None:
-    """The gap of two logits, which is constant in the reals, by position."""
+    """Plots the gap of two logits, which is constant in the reals, by position."""
     with plot as axes:
         shown = 1500
         for (scheme, gap_T), colour in zip(parts.flip.items(), _COLOURS, strict=False):

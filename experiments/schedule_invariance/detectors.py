@@ -35,7 +35,7 @@ class Try:
       detector: its name.
       setting: what was computed.
       compute: gives the outcome that must differ.
-      alone: width of the computation from which it must differ; None means the engine's plain schedule.
+      alone (int or None): width of the computation from which it must differ; None: the engine's plain schedule.
     """
 
     detector: str

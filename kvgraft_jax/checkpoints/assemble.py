@@ -73,7 +73,7 @@ def collect(
     mesh: sharding.Mesh | None,
     load: Callable[[parameters_lib.Parameter], tuple[jax.Array, str]],
 ) -> Assembled:
-    """The tree and digest of what `load` returns (device array, array digest) for each parameter.
+    """Returns the tree and digest of what `load` returns (device array, array digest) for each parameter.
 
     Raises:
       ResourceError: the device has not enough memory; raised before the first call of `load`.
@@ -117,7 +117,7 @@ def check_tensors(source: source_lib.Source, parameters: tuple[parameters_lib.Pa
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array whose buffer is aligned so that a CPU device can take it over without a copy."""
+    """Returns an uninitialised array whose buffer is aligned so that a CPU device can take it over without a copy."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % _ALIGNMENT

@@ -66,7 +66,7 @@ def open_chat(
 
 
 def _style(templates: Sequence[template_files.Template], tokenizer: tokenizer_lib.Tokenizer, family: int) -> str:
-    """The style in which all templates of a model write; "plain" without any."""
+    """Returns the style in which all templates of a model write; "plain" without any."""
     found = {template.origin: template_lib.find_style(template, tokenizer, family) for template in templates}
     if len(set(found.values())) > 1:
         told = ", ".join(f"{origin} is {style!r}" for origin, style in found.items())

@@ -31,7 +31,7 @@ class Fields:
         self._used: dict[str, object] = {}
 
     def take(self, key: str, default: object = None) -> object:
-        """The value; `default` where it is missing or null."""
+        """Returns the value; `default` where it is missing or null."""
         self._known.add(key)
         value = self.values.get(key)
         self._used[key] = default if value is None else value
@@ -42,15 +42,15 @@ class Fields:
         self.problems.append(f"{key}: got {errors.shown(value)}, wanted {wanted}")
 
     def integer(self, key: str, default: int | None = None, may_be_null: bool = False) -> int:
-        """A whole number; without a default it must be there."""
+        """Returns a whole number; without a default it must be there."""
         return self._number(key, default, (int,), "a whole number", may_be_null)
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A number; without a default it must be there."""
+        """Returns a number; without a default it must be there."""
         return float(self._number(key, default, (int, float), "a number", False))
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A number above 0; without a default it must be there."""
+        """Returns a number above 0; without a default it must be there."""
         value = self.real(key, default)
         if not value > 0:
             self.wrong(key, value, "a number above 0")

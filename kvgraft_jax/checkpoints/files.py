@@ -12,7 +12,7 @@ from kvgraft_jax import digest, errors, paths
 
 
 def parse_json(raw: bytes, origin: str) -> dict[str, Any]:
-    """The JSON object in `raw`; `WeightsError` for anything else, repeated keys included."""
+    """Parses the JSON object in `raw`; `WeightsError` for anything else, repeated keys included."""
     try:
         document = digest.parse_json(raw)
     except ValueError as error:
@@ -23,7 +23,7 @@ def parse_json(raw: bytes, origin: str) -> dict[str, Any]:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in the file `path`."""
+    """Reads the JSON object in the file `path`."""
     return parse_json(path.read_bytes(), str(path))
 
 

@@ -103,7 +103,7 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
 
 
 def _typed(uri: str, error: Exception) -> errors.KVGraftError | None:
-    """The typed error for a failure of the system; None for a mistake of the program."""
+    """Returns the typed error for a failure of the system; None for a mistake of the program."""
     told = f"{errors.shown(uri)}: cannot be read ({type(error).__name__}: {str(error)[:400]})"
     if device_memory.is_want(error):
         return errors.ResourceError(
@@ -118,7 +118,7 @@ def _typed(uri: str, error: Exception) -> errors.KVGraftError | None:
 def _open(
     scheme: str, rest: str, found: hub.Files | None, options: Mapping[str, str]
 ) -> tuple[source_lib.Source, chat_lib.Chat | None]:
-    """The opened checkpoint, and its tokenizer with the prompt template."""
+    """Opens the checkpoint, and its tokenizer with the prompt template."""
     source, tokenizer, templates = _open_parts(scheme, rest, found, options)
     return source, chats.open_chat(options.get("chat"), tokenizer, templates, source)
 
@@ -126,7 +126,7 @@ def _open(
 def _open_parts(
     scheme: str, rest: str, found: hub.Files | None, options: Mapping[str, str]
 ) -> tuple[source_lib.Source, tokenizer_lib.Tokenizer | None, list[template_files.Template]]:
-    """The opened checkpoint, its tokenizer and its chat templates (none where the chat was named)."""
+    """Opens the checkpoint, its tokenizer and its chat templates (none where the chat was named)."""
     is_named = "chat" in options
     if found is not None:
         source = safetensors_file.open_directory(found.directory, found.names)
@@ -152,7 +152,7 @@ def _checked_dtype(dtype: str) -> np.dtype:
 
 
 def _query(rest: str, known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """What stands in front of the last question mark, and the values after it."""
+    """Splits at the last question mark: what stands in front of it, and the values after it."""
     head, mark, query = rest.rpartition("?")
     if not mark:
         return rest, {}

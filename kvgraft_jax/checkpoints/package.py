@@ -55,7 +55,7 @@ def find_file(name: str) -> pathlib.Path:
 
 
 def _is_whole(path: pathlib.Path) -> bool:
-    """Whether a file is there whose bytes are those of the model; a wrong one is left where it is."""
+    """Returns whether a file is there whose bytes are those of the model; a wrong one is left where it is."""
     if not path.is_file() or path.stat().st_size != FILE_BYTES:
         return False
     return remembered.file_digest(path) == FILE_SHA256

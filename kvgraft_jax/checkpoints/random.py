@@ -110,7 +110,7 @@ def cut(
 
 
 def _shared_layers(config: config_lib.GemmaConfig, kinds: tuple[str, ...]) -> int:
-    """How many of the last layers share keys and values once a model is cut to the layers `kinds`; see `cut`."""
+    """Counts the last layers that share keys and values once a model is cut to the layers `kinds`; see `cut`."""
     shared = config.num_kv_shared_layers * len(kinds) // config.num_layers
     while set(kinds[len(kinds) - shared :]) - set(kinds[: len(kinds) - shared]):
         shared -= 1
@@ -179,7 +179,7 @@ def _uniform(
 
 
 def _mix(bits: jax.Array) -> jax.Array:
-    """A bijection of 32-bit words in which every input bit reaches every output bit (the MurmurHash3 finaliser)."""
+    """Maps 32-bit words one to one, so that every input bit reaches every output bit (the MurmurHash3 finaliser)."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ lax.shift_right_logical(bits, jnp.uint32(shift))) * jnp.uint32(factor)
     return bits ^ lax.shift_right_logical(bits, jnp.uint32(16))

@@ -37,7 +37,7 @@ def mismatches(
     found: Mapping[str, tuple[int, ...]],
     labels: Mapping[str, str],
 ) -> list[str]:
-    """What of a checkpoint does not fit, one line each: missing, unexpected, or of the wrong shape.
+    """Lists what of a checkpoint does not fit, one line each: missing, unexpected, or of the wrong shape.
 
     Args:
       wanted, optional: shapes by name; the latter may be missing.

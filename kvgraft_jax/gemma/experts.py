@@ -45,7 +45,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The chosen experts' outputs, weighted and added.
 
-    Exact: for finite values a token's result depends on its own row alone: it is the sum over its experts in rising
+    Exact: for finite values a token's result depends only on its own row: it is the sum over its experts in rising
       order, each rounded to the model dtype, whatever experts the other lanes chose.
 
     Attributes:

@@ -48,7 +48,7 @@ class Parameter:
 
     @property
     def is_scale(self) -> bool:
-        """Whether this is the weight of an RMSNorm or another factor near 1, not a matrix."""
+        """Returns whether this is the weight of an RMSNorm or another factor near 1, not a matrix."""
         return len(self.stored_shape) == 1
 
 

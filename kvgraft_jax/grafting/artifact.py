@@ -143,7 +143,7 @@ class Artifact:
 
     @functools.cached_property
     def token_ids_S(self) -> np.ndarray:
-        """The token ids as a read-only int32[S]."""
+        """Returns the token ids as a read-only int32[S]."""
         return _frozen(np.array(self.token_ids, np.int32))
 
     @property
@@ -153,7 +153,7 @@ class Artifact:
 
     @functools.cached_property
     def description(self) -> manifest_lib.Manifest:
-        """The manifest, typed; hashes every array the first time."""
+        """Returns the manifest, typed; hashes every array the first time."""
         return manifest_lib.Manifest(
             policy=self.policy,
             token_ids=_entry(self.token_ids_S),
@@ -168,7 +168,7 @@ class Artifact:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The manifest as plain JSON data."""
+        """Returns the manifest as plain JSON data."""
         return self.description.document()
 
     @property
@@ -216,7 +216,7 @@ def _entry(array: np.ndarray) -> manifest_lib.ArrayEntry:
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
-    """The array on memory that nobody can ever write to: a copy, unless it stands on such memory already."""
+    """Returns the array on memory that nobody can ever write to: a copy, unless it stands on such memory already."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base

@@ -26,7 +26,7 @@ class CapturePlan:
 
 
 def plan_capture(state: state_lib.State, policy: str) -> tuple[CapturePlan, ...]:
-    """The rows that a policy keeps of a state.
+    """Returns the rows that a policy keeps of a state.
 
     "visible" keeps what the next token can still see: the last window - 1 rows of sliding layers, all rows of full
     ones. "full" keeps every row.
@@ -55,7 +55,7 @@ def first_visible_row(attention: config_lib.AttentionConfig, length: int) -> int
 
 
 def read_stacks(state: state_lib.State, policy: str) -> tuple[artifact_lib.KVStack, ...]:
-    """The rows that a policy keeps, copied to the host.
+    """Copies the rows that a policy keeps to the host.
 
     Exact: bit-exact.
 
@@ -77,7 +77,7 @@ def capture(
     *,
     policy: str = manifest.VISIBLE_ROWS,
 ) -> artifact_lib.Artifact:
-    """The artifact of a state.
+    """Captures a state as an artifact.
 
     Args:
       state: what to deposit.

@@ -45,12 +45,12 @@ class Comparison:
 
     @property
     def logits_equal(self) -> bool:
-        """The logits agree in every bit."""
+        """Returns whether the logits agree in every bit."""
         return self.a.logits_sha256 == self.b.logits_sha256
 
     @property
     def kv_equal(self) -> bool:
-        """The compared K/V rows agree in every bit."""
+        """Returns whether the compared K/V rows agree in every bit."""
         return self.a.kv_sha256 == self.b.kv_sha256
 
     @property

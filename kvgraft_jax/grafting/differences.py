@@ -29,7 +29,7 @@ def first(rows_a: Sequence[Rows], logits_a_V: np.ndarray, rows_b: Sequence[Rows]
     """Names the first difference in the bits of two results of equal shape; None where there is none.
 
     Of all differing rows it is that of the lowest layer, there a key before a value, there the lowest position; logits
-    come after all rows. NaN on both sides is no difference, whatever its bits.
+    come after all rows. NaN on both sides does not count as a difference, whatever its bits.
 
     Args:
       rows_a, rows_b: by attention kind, in the same order; or anything with the attributes of `Rows`.

@@ -107,7 +107,7 @@ def plan_graft(
 
 
 def apply_graft(artifact: artifact_lib.Artifact, num_slots: int, mesh: sharding.Mesh | None = None) -> cache_lib.Cache:
-    """A fresh cache that holds the artifact's rows at their own positions.
+    """Returns a fresh cache that holds the artifact's rows at their own positions.
 
     Exact: bit-exact copy of every row.
     """
@@ -121,7 +121,7 @@ def apply_graft(artifact: artifact_lib.Artifact, num_slots: int, mesh: sharding.
 def graft(
     artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, capacity: int, *, exact: bool
 ) -> state_lib.State:
-    """The state that the artifact was captured from, in a fresh context; `exact` is what `plan_graft` returned."""
+    """Restores the captured state in a fresh context; `exact` is what `plan_graft` returned."""
     sliding_starts = [stack.start for stack in artifact.stacks if stack.kind == config_lib.SLIDING]
     return state_lib.State(
         cache=apply_graft(artifact, config.num_slots(capacity), config.mesh),

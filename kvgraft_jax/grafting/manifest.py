@@ -53,7 +53,7 @@ class ArrayEntry:
 
     @property
     def digest(self) -> str:
-        """The array digest, as `digest.array_digest` gives it."""
+        """Returns the array digest, as `digest.array_digest` gives it."""
         return digest.combine_leaves(self.dtype, self.shape, list(self.leaves))
 
     def document(self) -> dict[str, Any]:
@@ -120,12 +120,12 @@ class Manifest:
 
     @property
     def arrays(self) -> dict[str, ArrayEntry]:
-        """The entries under the names that the arrays have on disk."""
+        """Returns the entries under the names that the arrays have on disk."""
         stacks = {stack.kind: stack.kv for stack in self.stacks}
         return {"token_ids": self.token_ids, "logits": self.logits, **stacks}
 
     def document(self) -> dict[str, Any]:
-        """The manifest as plain JSON data; `read` is the inverse of its canonical form."""
+        """Returns the manifest as plain JSON data; `read` is the inverse of its canonical form."""
         return {
             "schema": SCHEMA,
             "policy": self.policy,
@@ -212,7 +212,7 @@ def check_provenance(provenance: Mapping[str, str | int]) -> None:
 
 
 def is_id(text: Any) -> bool:
-    """Whether `text` is written as ids are: 64 lower-case hexadecimal digits."""
+    """Returns whether `text` is written as ids are: 64 lower-case hexadecimal digits."""
     return type(text) is str and _HEX64.fullmatch(text) is not None
 
 

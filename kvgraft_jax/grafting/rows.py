@@ -16,7 +16,7 @@ LayerCaches = tuple[cache_lib.LayerCache, ...]
 
 @functools.partial(jax.jit, static_argnames="kv_block")
 def read_block(array_SxKxH: jax.Array, block: jax.Array, *, kv_block: int) -> jax.Array:
-    """The rows of one block of keys or values: [kv_block, K, H].
+    """Reads the rows of one block of keys or values: [kv_block, K, H].
 
     Exact: bit-exact copy.
     """

@@ -26,7 +26,7 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Every row and logit agrees in every bit."""
+        """Returns whether every row and logit agrees in every bit."""
         return self.difference is None
 
     def __bool__(self) -> bool:

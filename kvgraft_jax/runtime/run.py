@@ -55,7 +55,7 @@ class RunResult:
 
 
 def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """The tokens as a tuple of Python ints.
+    """Returns the tokens as a tuple of Python ints.
 
     Raises:
       InputError: not a flat sequence of integers, empty, or an id outside 0..V-1.
@@ -67,7 +67,7 @@ def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 
 
 def plan_stops(stop_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    """The stop tokens as a tuple of Python ints; there may be none.
+    """Returns the stop tokens as a tuple of Python ints; there may be none.
 
     Raises:
       InputError: no iterable of integers, or an id outside 0..V-1.
@@ -199,7 +199,7 @@ def decode(
       cache: donated; the caller must own it.
       logits_V: float32 [V] of the first new token.
       start: position of the first new token.
-      max_new_tokens: decode at most so many, which fit.
+      max_new_tokens: the most tokens to decode, which fit.
       stop_ids: ends before any of these.
       num_pieces: tokens from this one on have no text and are never chosen; None means that all have one.
       on_token: called with each new token and the logits that follow it.
@@ -222,7 +222,7 @@ def decode(
 
 
 def argmax(logits_V: jax.Array, suppress_ids: tuple[int, ...], num_pieces: int | None = None) -> int:
-    """The lowest id of the largest logit, on the host, where NumPy finds it much faster than XLA's CPU backend.
+    """Finds the lowest id of the largest logit, on the host: NumPy is much faster at it than XLA's CPU backend.
 
     Raises:
       WeightsError: a logit is NaN, so none is the largest.

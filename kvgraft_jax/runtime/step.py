@@ -26,7 +26,7 @@ from kvgraft_jax.gemma import transformer
 
 DTYPES = ("bfloat16", "float32")
 
-_MAX_LANES = 1 << 14  # Of a step or an attention block: far above what is of use.
+_MAX_LANES = 1 << 14  # Of a step or an attention block: far above any useful size.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StepConfig:
 
     @property
     def jnp_dtype(self) -> jnp.dtype:
-        """The dtype as an object."""
+        """Returns the dtype as an object."""
         return jnp.dtype(self.dtype)
 
 
@@ -155,15 +155,15 @@ class Programs:
 
 @functools.lru_cache(maxsize=16)
 def programs(config: StepConfig) -> Programs:
-    """The step and head of `config`, compiled at most once per process and capacity."""
+    """Returns the step and head of `config`, compiled at most once per process and capacity."""
     return Programs(config)
 
 
 def tracing_context() -> Hashable:
     """Returns what changes whenever options of jax do on which traced, lowered or compiled programs may depend.
 
-    jit traces a function anew exactly if such an option has changed, also one set by a context manager for this thread
-    alone. The traced form of a function that does nothing is therefore one object as long as none has.
+    jit traces a function anew exactly if such an option has changed, including one that a context manager sets for only
+    this thread. The traced form of a function that does nothing is therefore one object as long as none has.
     """
     traced = _nothing.trace(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
     return _Identity(traced), repr(jax.config.values)
@@ -188,7 +188,7 @@ class _Identity:
 
 
 def copy_cache(cache: cache_lib.Cache) -> cache_lib.Cache:
-    """A cache with buffers of its own, so that a step may be given (and destroy) it while the original lives on."""
+    """Copies a cache into buffers of its own, so that a step may take (and destroy) it while the original lives on."""
     return jax.tree.map(jnp.copy, cache)
 
 

@@ -9,7 +9,7 @@ from kvgraft_jax.text import sentencepiece_model
 
 
 def build(pieces: Sequence[str], types: Sequence[int], merges: Sequence[str], unk_id: int) -> bytes:
-    """The document: spaces become U+2581, what no piece spells falls back to bytes, nothing is put in front.
+    """Builds the document: spaces become U+2581, text without a piece falls back to bytes, nothing is put in front.
 
     Args:
       pieces: spelling of each id.

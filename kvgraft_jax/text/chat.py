@@ -49,7 +49,7 @@ class _Turns:
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """Every control piece that the style needs."""
+        """Returns every control piece that the style needs."""
         return (self.start, self.end, *((_THINK, _CHANNEL, _CHANNEL_END) if self.can_think else ()), *self.stops)
 
 
@@ -63,12 +63,12 @@ _STYLES = {
 
 
 def start_of_turn(family: int) -> str:
-    """The control piece that opens a turn in family `family` of Gemma; the other supported family has not."""
+    """Returns the control piece that opens a turn in family `family` of Gemma; the other supported family has not."""
     return next(turns.start for turns in _STYLES.values() if turns is not None and turns.family == family)
 
 
 def family_of(style: str) -> int | None:
-    """The family of Gemma whose turns a style writes; None for "plain".
+    """Returns the family of Gemma whose turns a style writes; None for "plain".
 
     Raises:
       ConfigError: no style of this name.
@@ -146,7 +146,7 @@ class Chat:
 
     @property
     def can_think(self) -> bool:
-        """Whether prompts may ask for thoughts."""
+        """Returns whether prompts may ask for thoughts."""
         return self._style is not None and self._style.can_think
 
     @property
@@ -168,18 +168,18 @@ class Chat:
         return (self.tokenizer.eos_id, *(self.tokenizer.control_id(piece) for piece in ends))
 
     def render(self, messages: Sequence[Message], *, thinking: bool = False) -> str:
-        """The prompt as text, ready for the model's answer.
+        """Writes the prompt as text, ready for the model's answer.
 
         Only for reading: control pieces that a message spells look like real ones here. `encode` tells them apart.
 
         Raises:
           InputError: no list of messages, roles that do not alternate from user to user, a role that the style does
-            not have, or thinking that is no bool, or asked for where the style has none.
+            not have, or thinking that is not a bool, or asked for where the style has none.
         """
         return "".join(self._prompt(messages, thinking))
 
     def encode(self, messages: Sequence[Message], *, thinking: bool = False) -> list[int]:
-        """The prompt as token ids, with `<bos>` once, at position 0.
+        """Encodes the prompt as token ids, with `<bos>` once, at position 0.
 
         Args:
           messages: an optional system message, then user and model by turns, user first and last.
@@ -191,7 +191,7 @@ class Chat:
         return self._ids(self._prompt(messages, thinking))
 
     def prefix(self, context: str, *, thinking: bool = False) -> list[int]:
-        """Ids of the part of a prompt that `context`, at the start of the user's text, decides alone.
+        """Returns the ids of the part of a prompt that only `context`, the start of the user's text, decides.
 
         White space at the end of `context` is left to what follows: tokens begin with the space before a word.
 
@@ -225,7 +225,7 @@ class Chat:
         return Split(prefix_ids, self.tokenizer.after_prefix(prefix_ids, whole))
 
     def reply(self, token_ids: Sequence[int]) -> Message:
-        """The model's message in the tokens that it generated, its thoughts left out; `InputError` for no token ids."""
+        """Reads the model's message from its tokens, without its thoughts; `InputError` for anything but token ids."""
         kept = self.tokenizer.checked(token_ids)
         if self.can_think:
             opens, closes = (self.tokenizer.control_id(piece) for piece in (_CHANNEL, _CHANNEL_END))
@@ -247,7 +247,7 @@ class Chat:
         return ids
 
     def _prompt(self, messages: Sequence[Message], thinking: bool) -> list[str]:
-        """The prompt in parts: control pieces, and the text between two of them."""
+        """Returns the prompt in parts: control pieces, and the text between two of them."""
         system, turns = self._turns(messages)
         parts = self._begin(system, thinking)
         if self._style is None:

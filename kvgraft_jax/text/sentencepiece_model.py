@@ -38,7 +38,7 @@ def build(
     pad_id: int,
     add_space_prefix: bool,
 ) -> bytes:
-    """A serialised SentencePiece BPE model with byte fallback, made of these pieces.
+    """Builds a serialised SentencePiece BPE model with byte fallback from these pieces.
 
     Two repairs for pieces that come from GGUF metadata: user-defined runs of spaces are spelled with U+2581 again, and
     the unknown piece has the type unknown, not control.
@@ -69,7 +69,7 @@ def build(
 
 
 def isolate_controls(model: bytes) -> bytes:
-    """The serialised model with Gemma's control pieces typed as control, so that no plain text encodes to them."""
+    """Types Gemma's control pieces as control in a serialised model, so that no plain text encodes to them."""
     return _UNTYPED_CONTROL.sub(lambda match: match[1] + bytes([CONTROL]), model)
 
 

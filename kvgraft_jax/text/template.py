@@ -117,7 +117,7 @@ def _probes(can_think: bool, is_plain: bool) -> Iterator[_Probe]:
 
 
 def _difference(chat: chat_lib.Chat, probe: _Probe, answer: Mapping[str, str]) -> str:
-    """What is wrong with the template's prompt for a probe; "" where it is that of the chat."""
+    """Returns what is wrong with the template's prompt for a probe; "" where it is that of the chat."""
     if "error" in answer:
         return f"the probe {probe.name!r} cannot be rendered ({answer['error']})"
     theirs, ours = answer["text"], chat.render(probe.messages, thinking=probe.thinking)
@@ -130,7 +130,7 @@ def _difference(chat: chat_lib.Chat, probe: _Probe, answer: Mapping[str, str]) -
 
 
 def _render(template: template_files.Template, probes: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
-    """The template's prompts, made in a process of its own: a template is a program of someone else."""
+    """Renders the template's prompts in a process of its own: a template is someone else's program."""
     probes = [{**template.special_tokens, **variables} for variables in probes]
     request = json.dumps({"template": template.source, "probes": probes})
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)

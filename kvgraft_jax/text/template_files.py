@@ -59,7 +59,7 @@ def from_gguf(metadata: Mapping[str, object], tokenizer: tokenizer_lib.Tokenizer
     """Reads the template in the metadata of a GGUF file; none where there is no tokenizer.
 
     Raises:
-      TokenizerError: a template that is no text, or named ones without that which has no name.
+      TokenizerError: a template that is not text, or named ones without that which has no name.
     """
     source = metadata.get(_GGUF)
     named = sorted(key for key in metadata if key.startswith(_GGUF + "."))
@@ -75,7 +75,7 @@ def from_gguf(metadata: Mapping[str, object], tokenizer: tokenizer_lib.Tokenizer
 
 
 def _default(found: object, path: pathlib.Path) -> str:
-    """The template under `chat_template`: the text there, or the default one of a list or mapping of named ones."""
+    """Reads the template under `chat_template`: the text there, or the default of a list or mapping of named ones."""
     if isinstance(found, list):
         if not all(isinstance(entry, dict) and {"name", "template"} <= set(entry) for entry in found):
             raise errors.TokenizerError(f"{path}: chat_template: got {errors.shown(found)}, wanted names and templates")
@@ -97,7 +97,7 @@ def _checked(source: object, origin: str) -> str:
 
 
 def _special_tokens(settings: Mapping[str, object]) -> dict[str, str]:
-    """The special tokens by name: those of Gemma, unless the settings have others."""
+    """Returns the special tokens by name: those of Gemma, unless the settings have others."""
     tokens = dict(_SPECIAL_TOKENS)
     for name, value in settings.items():
         value = value.get("content") if isinstance(value, dict) else value

@@ -86,7 +86,7 @@ class Tokenizer:
         return [self.bos_id, *ids[repeated:]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; control pieces have none, and bytes that are no UTF-8 become U+FFFD."""
+        """Decodes `ids`; control pieces have no text, and bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(self.checked(ids))
 
     def stream(self) -> Stream:
@@ -109,7 +109,7 @@ class Tokenizer:
         return self.controls[piece]
 
     def checked(self, ids: Sequence[int]) -> list[int]:
-        """`ids` as Python ints; `InputError` for what is no list of ids of this vocabulary."""
+        """Returns `ids` as Python ints; `InputError` for anything but a list of ids of this vocabulary."""
         return list(token_ids.checked(ids, self.vocab_size))
 
     def check_prefix(self, prefix_ids: Sequence[int], text: str, control: bool = False) -> list[int]:
@@ -128,7 +128,7 @@ class Tokenizer:
         return self.after_prefix(prefix, ids)
 
     def after_prefix(self, prefix_ids: list[int], ids: list[int]) -> list[int]:
-        """What follows `prefix_ids` in `ids`; `SeamError` names the first token that differs."""
+        """Returns what follows `prefix_ids` in `ids`; `SeamError` names the first token that differs."""
         if ids[: len(prefix_ids)] == prefix_ids:
             return ids[len(prefix_ids) :]
         place = next((i for i, (a, b) in enumerate(zip(prefix_ids, ids, strict=False)) if a != b), len(ids))
@@ -156,7 +156,7 @@ class Stream:
 
     A token is decoded with the one before it, because a tokenizer may drop a space at the beginning of a text. The text
     of a run of bytes, and of control pieces, which have none, comes with the token that ends the run: some libraries
-    take all of a run back when its last bytes are no character.
+    take all of a run back when its last bytes are not a character.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -180,7 +180,7 @@ class Stream:
         return text
 
     def flush(self) -> str:
-        """Returns the text that is still held, U+FFFD for bytes that are no character; the next token begins anew."""
+        """Returns the text still held, U+FFFD for bytes that are not a character; the next token begins anew."""
         text = self._text()
         self._before, self._held = [], []
         return text
@@ -190,7 +190,7 @@ class Stream:
 
 
 def from_sentencepiece(model: bytes, origin: str) -> Tokenizer:
-    """The tokenizer of a serialised SentencePiece model; `origin` names it in messages."""
+    """Reads the tokenizer of a serialised SentencePiece model; `origin` names it in messages."""
     model = sentencepiece_model.isolate_controls(model)
     processor = sentencepiece.SentencePieceProcessor()
     try:
@@ -205,7 +205,7 @@ def from_sentencepiece(model: bytes, origin: str) -> Tokenizer:
 
 
 def from_json(raw: bytes, origin: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json document; `origin` names it in messages."""
+    """Reads the tokenizer of a tokenizer.json document; `origin` names it in messages."""
     try:
         library = tokenizers.Tokenizer.from_str(raw.decode())
     except MemoryError:
@@ -233,7 +233,7 @@ def from_json(raw: bytes, origin: str) -> Tokenizer:
 
 
 def from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer | None:
-    """The tokenizer in the metadata of a GGUF file; None where it holds none."""
+    """Reads the tokenizer in the metadata of a GGUF file; None where it holds none."""
     kind = metadata.get(_GGUF + "model", "no_vocab")
     if isinstance(kind, str) and kind == "no_vocab":
         return None
@@ -265,14 +265,14 @@ def from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer | None:
 
 
 def _from_gguf_merges(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
-    """The byte-pair tokenizer of Gemma 4, in the form of a tokenizer.json."""
+    """Returns the byte-pair tokenizer of Gemma 4, in the form of a tokenizer.json."""
     wanted = ("tokens", "token_type", "merges", "unknown_token_id", "bos_token_id", "eos_token_id")
     pieces, types_V, merges, *special = _gguf_values(metadata, wanted, origin)
     try:
         pieces, merges = ([text.decode() for text in texts] for texts in (pieces, merges))
         fit = len(set(pieces)) == len(pieces) == len(types_V) and all(0 <= token < len(pieces) for token in special)
     except (AttributeError, TypeError, UnicodeDecodeError) as error:
-        raise errors.TokenizerError(f"{origin}: tokens or merges that are no text ({error})") from None
+        raise errors.TokenizerError(f"{origin}: tokens or merges that are not text ({error})") from None
     if not fit:
         raise errors.TokenizerError(
             f"{origin}: {len(pieces)} tokens, each to stand there once, {len(types_V)} types and special ids {special} "

@@ -58,7 +58,7 @@ def _check(directory: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, read: st
         if begin is not None and begin != tokenizer.piece(tokenizer.bos_id):
             problems.append(f"{name}: bos_token: got {begin!r}, wanted {tokenizer.piece(tokenizer.bos_id)!r}")
         problems += [
-            f"{name}: {key}: {content!r} is no piece"
+            f"{name}: {key}: {content!r} is not a piece"
             for key, content in _special(document)
             if not _is_piece(tokenizer, content)
         ]
@@ -98,7 +98,7 @@ def _special(document: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def _is_piece(tokenizer: tokenizer_lib.Tokenizer, content: str) -> bool:
-    """Whether a text is one piece, or a control piece of Gemma, which is never made of plain text."""
+    """Returns whether a text is one piece, or a control piece of Gemma, which is never made of plain text."""
     if content in tokenizer.controls or sentencepiece_model.CONTROL_NAME.fullmatch(content):
         return True
     ids = tokenizer.encode(content)
@@ -106,7 +106,7 @@ def _is_piece(tokenizer: tokenizer_lib.Tokenizer, content: str) -> bool:
 
 
 def _problem(tokenizer: tokenizer_lib.Tokenizer, content: object, token: object) -> str:
-    """What is wrong with a token that another file tells of; "" for nothing."""
+    """Returns what is wrong with a token that another file tells of; "" for nothing."""
     if not isinstance(content, str) or type(token) is not int or token < 0:
         return f"got {errors.shown(content)} with the id {errors.shown(token)}, wanted a text and a number"
     if token >= tokenizer.vocab_size:

@@ -21,13 +21,13 @@ tensors = small_checkpoints.tensors
 
 @pytest.fixture(scope="module")
 def made():
-    """A small model whose vocabulary is that of the small tokenizer."""
+    """Returns a small model whose vocabulary is that of the small tokenizer."""
     return load.load_model(small_checkpoints.URI.replace("vocab=97", "vocab=420"))
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, made, tensors):
-    """A repository's files: what is read, and much that is not."""
+    """Returns a repository's files: what is read, and much that is not."""
     directory = tmp_path_factory.mktemp("published")
     small_checkpoints.write_safetensors(directory, small_checkpoints.new_config(made.config), tensors, shards=3)
     (directory / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())

@@ -42,7 +42,7 @@ def orbax(directory: pathlib.Path, family: int) -> str:
 
 
 def tokenizer_of(family: int) -> bytes:
-    """A tokenizer.json of that family alone."""
+    """Returns a tokenizer.json of only that family."""
     document = json.loads(tiny_tokenizers.tokenizer_json())
     other = PIECES[7 - family]
     document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] != other]

@@ -104,8 +104,8 @@ _ARCHITECTURE = _string("general.architecture") + struct.pack("<I", 8) + _string
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "is no GGUF file"),
-        (b"\x08\x00\x00\x00\x00\x00\x00\x00{}" + bytes(40), "is no GGUF file"),
+        (b"", "is not a GGUF file"),
+        (b"\x08\x00\x00\x00\x00\x00\x00\x00{}" + bytes(40), "is not a GGUF file"),
         (_file(version=1), "version 1"),
         (_file(version=3 << 24), "little-endian"),
         (_file(tensors=1 << 60), "items declared"),

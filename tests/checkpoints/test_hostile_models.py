@@ -34,7 +34,7 @@ VALUES = (
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A small checkpoint that loads."""
+    """Returns a small checkpoint that loads."""
     path = tmp_path_factory.mktemp("model")
     export.export(tiny.model(), path)
     assert load.load_model(f"hf:{path}").digest == tiny.model().digest

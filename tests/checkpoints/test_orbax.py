@@ -54,7 +54,7 @@ def small_sizes_are_known(monkeypatch):
 
 @pytest.fixture(scope="module")
 def flat_files(tmp_path_factory) -> pathlib.Path:
-    """A sound checkpoint in plain files."""
+    """Returns a sound checkpoint in plain files."""
     directory = tmp_path_factory.mktemp("sound") / "gemma"
     written.write_old(directory, written.flat(written.arrays("gemma3")), use_ocdbt=False)
     return directory

@@ -29,7 +29,7 @@ def check(*arguments):
 
 @pytest.fixture(scope="module", params=collisions.RULES)
 def small(request):
-    """A certificate of few positions, as its document without the digest."""
+    """Returns a certificate of few positions, as its document without the digest."""
     key_pairs_Mx4 = make_certificate.find_key_pairs(
         encodings.LOCAL256, request.param, SMALL, pairs=(0, 40, 50, 64, 80), pool=1024
     )

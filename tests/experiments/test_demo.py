@@ -56,7 +56,7 @@ def test_facts_follow_the_seed():
 
 
 def answers(index: int = 0, **texts: str) -> list[demo.Answers]:
-    """A problem and a fact, answered as wanted, but for `texts` in the one of that index."""
+    """Returns a problem and a fact, answered as wanted, but for `texts` in the one of that index."""
     found = []
     for number, right in enumerate(("60", "7634")):
         given = {"worked": "5040", "direct": "7", "grafted": right, "unrelated": "49"}

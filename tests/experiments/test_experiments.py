@@ -38,7 +38,7 @@ def results(folder):
 
 
 def assert_report_equals_result(folder):
-    """Every figure, digest, setting and row of result.json stands in report.md, and the report has no other."""
+    """Asserts that report.md holds every figure, digest, setting and row of result.json, and no other."""
     document, text = results(folder), (folder / harness.REPORT).read_text()
     cells = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in row] for row in cells]
@@ -60,7 +60,7 @@ def assert_report_equals_result(folder):
 
 
 def toy(holds=True, run=None):
-    """An experiment without compute, on a real model."""
+    """Returns an experiment without compute, on a real model."""
 
     def found(settings, model, out):
         rows = [{"row": 0, "a|b": "x", "sha256": "0" * 64}]

@@ -35,7 +35,7 @@ URIS = (
 
 
 def measured(uri: str, num_devices: int, store: str) -> dict:
-    """What a process with `num_devices` devices finds; runs in a process of its own."""
+    """Returns what a process with `num_devices` devices finds; runs in a process of its own."""
     mesh = sharding_lib.make_mesh(num_devices)
     model = load.load_model(uri, "float32", mesh=mesh)
     engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)

@@ -58,7 +58,7 @@ def test_cached_decoding_is_bit_identical_to_reference(name, steps):
 
 
 def _layer_by_layer(module, states_LxTxD, tokens_T, tables, cache):
-    """Every layer's output for the reference's own input, and the logits for the reference's last state."""
+    """Returns every layer's output for the reference's own input, and the logits for the reference's last state."""
     start, count = jnp.int32(0), jnp.int32(len(tokens_T))
     rows = {kind: tables.rows(kind, 0, len(tokens_T)) for kind in ("sliding", "full")}
     vectors = module.per_layer_embedder(states_LxTxD[0], tokens_T) if module.config.per_layer else None

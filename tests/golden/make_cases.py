@@ -143,7 +143,7 @@ def accumulating(order: str) -> Iterator[None]:
 
 
 def random_weight(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """A weight that is a bfloat16 number: of two significant bits in a matrix, of four near 1 elsewhere."""
+    """Returns a weight that is a bfloat16 number: of two significant bits in a matrix, of four near 1 elsewhere."""
     normal = rng.standard_normal(shape)
     if len(shape) == 1:
         size = POST_NORM if "post_" in name else QUERY_KEY_NORM if "q_norm" in name or "k_norm" in name else 1.0
@@ -172,7 +172,7 @@ def fill(model: transformers.PreTrainedModel, weights: dict[str, np.ndarray]) ->
 
 
 def stored(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the model holds, the head left out, which is the embedding."""
+    """Returns what a checkpoint of the model holds, the head left out, which is the embedding."""
     return {name: tensor for name, tensor in sorted(model.state_dict().items()) if name != "lm_head.weight"}
 
 
@@ -197,7 +197,7 @@ def router_logits(model: transformers.PreTrainedModel) -> Iterator[list[torch.Te
 
 
 def has_tie(logits: list[torch.Tensor], top_k: int | None) -> bool:
-    """Whether a router chose between equal experts, which torch does in no specified way."""
+    """Returns whether a router chose between equal experts, which torch does in no specified way."""
     largest = [torch.sort(layer.float(), dim=-1, descending=True).values for layer in logits]
     return any(bool((layer[..., top_k - 1] == layer[..., top_k]).any()) for layer in largest)
 

@@ -16,7 +16,7 @@ LENGTH = 40
 
 
 def deposit(policy: str = manifest.VISIBLE_ROWS) -> artifact_lib.Artifact:
-    """An artifact of the small model."""
+    """Returns an artifact of the small model."""
     engine = tiny.engine()
     return engine.capture(engine.prefill(tiny.tokens(LENGTH)), policy=policy)
 

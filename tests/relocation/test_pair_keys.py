@@ -57,7 +57,7 @@ def test_no_function_of_a_float32_key_moves_it(encoding):
     codes = pair_keys.neighbour_codes(pair_keys.random_keys(0, 24, encoding.head_dim), table)
     assert codes.merged_MxS.shape == (24 * encoding.num_rotated_pairs, 256)
     assert collisions.num_confused(codes) == 0
-    # The claim rests on key pairs: hardly any of them decides alone.
+    # The claim rests on key pairs: hardly any of them decides by itself.
     few = collisions.Codes(codes.merged_MxS[:8], codes.parted_MxS[:8])
     assert collisions.num_confused(few) > 0
 

@@ -112,7 +112,7 @@ def test_earlier_thoughts_are_taken_out(small, large, content):
 
 
 def test_a_prompt_without_the_thought_does_not_continue_the_one_with_it(small):
-    """Tokens that were read with the thought are no prefix of the next prompt: the difference is named."""
+    """Tokens that were read with the thought are not a prefix of the next prompt: the difference is named."""
     prompt = small.encode([USER], thinking=True)
     generated = small.tokenizer.encode(f"{THOUGHT}hi", control=True)
     following = small.encode([USER, small.reply(generated), TALK[-1]], thinking=True)

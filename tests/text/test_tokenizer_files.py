@@ -66,14 +66,14 @@ def test_what_agrees_is_no_error(directory):
         ),
         ("tokenizer_config", {"added_tokens_decoder": {"x": {"content": "<my_tool>"}}}, "wanted a text and a number"),
         ("tokenizer_config", {"bos_token": "<s>"}, "tokenizer_config.json: bos_token: got '<s>', wanted '<bos>'"),
-        ("tokenizer_config", {"pad_token": "[PAD]"}, "tokenizer_config.json: pad_token: '.PAD.' is no piece"),
-        ("tokenizer_config", {"extra_special_tokens": {"a_token": "<my_tool>"}}, "'<my_tool>' is no piece"),
+        ("tokenizer_config", {"pad_token": "[PAD]"}, "tokenizer_config.json: pad_token: '.PAD.' is not a piece"),
+        ("tokenizer_config", {"extra_special_tokens": {"a_token": "<my_tool>"}}, "'<my_tool>' is not a piece"),
         ("tokenizer_config", {"add_eos_token": True}, "add_eos_token: got True, wanted False"),
         ("tokenizer_config", {"do_lower_case": True}, "do_lower_case"),
         ("tokenizer_config", {"sp_model_kwargs": {"enable_sampling": True}}, "sp_model_kwargs"),
         ("tokenizer_config", {"clean_up_tokenization_spaces": True}, "clean_up_tokenization_spaces"),
         ("special_tokens_map", {"bos_token": {"content": "<s>"}}, "special_tokens_map.json: bos_token: got '<s>'"),
-        ("special_tokens_map", {"additional_special_tokens": ["<my_tool>"]}, "'<my_tool>' is no piece"),
+        ("special_tokens_map", {"additional_special_tokens": ["<my_tool>"]}, "'<my_tool>' is not a piece"),
     ],
 )
 def test_what_adds_or_renames_tokens_is_refused(directory, name, document, message):

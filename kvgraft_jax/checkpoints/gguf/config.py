@@ -26,7 +26,7 @@ _TURN_ENDS = (b"<eos>", b"<end_of_turn>", b"<turn|>", b"<|tool_response>")
 
 
 def parse_config(header: gguf_header.Header) -> config_lib.GemmaConfig:
-    """The configuration that the metadata of a file describes.
+    """Reads the configuration that the metadata of a file describes.
 
     Raises:
       ConfigError: another architecture, missing keys, or keys and values that this model does not compute.

@@ -68,7 +68,7 @@ class Stack:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """Returns the shape of the whole."""
         *matrices, columns = self.parts[0].shape
         return (*matrices[:-1], *(len(self.parts) * rows for rows in matrices[-1:]), columns)
 
@@ -93,7 +93,7 @@ class GGUFSource:
 
     @property
     def origin(self) -> str:
-        """The file."""
+        """Returns the file."""
         return str(self.header.path)
 
     @property
@@ -182,7 +182,7 @@ def _check_rotary_divisors(header: gguf_header.Header, config: config_lib.GemmaC
 
 
 def _public_name(name: str) -> str:
-    """The public name; one that this format does not define stays as it is, and counts as unexpected."""
+    """Returns the public name; one that this format does not define stays as it is, and counts as unexpected."""
     block, _, rest = name.partition(".")
     layer, _, tail = rest.partition(".")
     if block == "blk" and tail in _BLOCK:

@@ -20,7 +20,7 @@ _LAYERS_OF_27B = 62
 def parse(
     fields: fields_lib.Fields, name: str, tensors: Mapping[str, gguf_header.StoredTensor]
 ) -> config_lib.GemmaConfig:
-    """The configuration called `name`, from metadata without their prefix; `ConfigError` lists all that is wrong."""
+    """Reads configuration `name` from metadata without their prefix; `ConfigError` lists all that is wrong."""
     vocab_size = layers_lib.vocab_size(fields, tensors)
     layers, heads = fields.integer("block_count"), fields.integer("attention.head_count")
     kv_heads, head_dim = fields.integer("attention.head_count_kv"), fields.integer("attention.key_length")

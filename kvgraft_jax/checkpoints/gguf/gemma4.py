@@ -25,7 +25,7 @@ _SUPPRESSED_BY_12B = (258_883, 258_882)
 def parse(
     fields: fields_lib.Fields, name: str, tensors: Mapping[str, gguf_header.StoredTensor]
 ) -> config_lib.GemmaConfig:
-    """The configuration called `name`, from metadata without their prefix; `ConfigError` lists all that is wrong."""
+    """Reads configuration `name` from metadata without their prefix; `ConfigError` lists all that is wrong."""
     vocab_size = layers_lib.vocab_size(fields, tensors)
     num_layers, shared = fields.integer("block_count"), fields.integer("attention.shared_kv_layers", 0)
     kinds = layers_lib.layer_kinds(fields, num_layers, None)
@@ -75,7 +75,7 @@ def parse(
 
 
 def _two(fields: fields_lib.Fields, key: str, is_second: list[bool]) -> tuple[int, int]:
-    """The number under `key` of the first and of the second group of layers, from one for all or one per layer."""
+    """Reads the number under `key` for the first and the second group of layers, from one for all or one per layer."""
     value = fields.take(key)
     if not isinstance(value, np.ndarray):
         number = fields.integer(key)

@@ -77,7 +77,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     size = path.stat().st_size
     with open(path, "rb") as file:
         if file.read(4) != _MAGIC or size < 24:
-            raise errors.WeightsError(f"{path}: is no GGUF file ({size} bytes); wanted one that begins with {_MAGIC!r}")
+            raise errors.WeightsError(f"{path}: is not a GGUF file ({size} bytes); wanted {_MAGIC!r} at its start")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
             try:
                 return _parse(path, _Cursor(raw, size))
@@ -103,7 +103,7 @@ class _Cursor:
         return value
 
     def count(self, least_bytes: int) -> int:
-        """A declared number of items, each of which takes `least_bytes` or more of the rest of the file."""
+        """Returns a declared number of items, each of which takes `least_bytes` or more of the rest of the file."""
         count = self.number("Q")
         if count * least_bytes > self.size - self.at:
             raise _Malformed(f"{count} items declared at byte {self.at}, but the file has {self.size} bytes")

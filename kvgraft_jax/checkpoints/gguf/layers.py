@@ -28,7 +28,7 @@ def rotary_base(fields: fields_lib.Fields, key: str, default: float | None = Non
 
 
 def layer_kinds(fields: fields_lib.Fields, num_layers: int, default: int | None) -> tuple[str, ...]:
-    """The kind of every layer, from a flag per layer (true slides) or a period; without a default one must be there."""
+    """Reads every layer's kind from a flag per layer (true slides) or a period; one must be there without a default."""
     key = "attention.sliding_window_pattern"
     pattern = fields.take(key, default)
     if isinstance(pattern, np.ndarray) and pattern.shape == (num_layers,) and not set(pattern.tolist()) - {0, 1}:
@@ -40,5 +40,5 @@ def layer_kinds(fields: fields_lib.Fields, num_layers: int, default: int | None)
 
 
 def decimal(number: float) -> float:
-    """The shortest decimal that rounds to the stored float32: 1e-6, where the file holds 9.99999997e-7."""
+    """Returns the shortest decimal that rounds to the stored float32: 1e-6, where the file holds 9.99999997e-7."""
     return float(str(np.float32(number)))

@@ -49,7 +49,7 @@ _WITHOUT_EFFECT = (
 
 
 def read_config(directory: pathlib.Path) -> config_lib.GemmaConfig:
-    """The configuration in `directory`/config.json, with the special tokens of generation_config.json where present.
+    """Reads `directory`/config.json, with the special tokens of generation_config.json where present.
 
     Raises:
       WeightsError: no readable config.json.
@@ -71,7 +71,7 @@ def read_config(directory: pathlib.Path) -> config_lib.GemmaConfig:
 def parse_config(
     document: Mapping[str, Any], name: str, generation: Mapping[str, Any] | None = None
 ) -> config_lib.GemmaConfig:
-    """The configuration that a config.json document describes.
+    """Returns the configuration that a config.json document describes.
 
     A missing key means the class default of `transformers`. A key that is not known here, or a value that this model
     does not compute, is an error: a model that silently ignored it would give other numbers.
@@ -118,7 +118,7 @@ def parse_config(
 
 
 def _token_ids(fields: fields_lib.Fields, key: str, documents: list[Mapping[str, Any]]) -> tuple[int, ...]:
-    """The token ids under `key` in the first document that has them."""
+    """Returns the token ids under `key` in the first document that has them."""
     fields.ignore([key])
     found = [document[key] for document in documents if document.get(key) is not None]
     if not found:

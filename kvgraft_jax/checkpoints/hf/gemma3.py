@@ -10,7 +10,7 @@ _BASES = {"sliding_attention": ("rope_local_base_freq", 1e4), "full_attention": 
 
 
 def parse(fields: fields_lib.Fields, name: str) -> config_lib.GemmaConfig:
-    """The configuration called `name`; `ConfigError` lists everything that this model does not compute."""
+    """Returns the configuration called `name`; `ConfigError` lists everything that this model does not compute."""
     layers_lib.check_fixed(fields)
     fields.only("use_bidirectional_attention", False, None)
     num_layers = fields.integer("num_hidden_layers", 26)
@@ -50,7 +50,7 @@ def _period(fields: fields_lib.Fields) -> int:
 
 
 def _rotary(fields: fields_lib.Fields, kind: str, kinds: tuple[str, ...]) -> config_lib.RotaryConfig:
-    """The rotary encoding of a kind; where the old keys stand beside the new ones, they must say the same."""
+    """Returns the rotary encoding of a kind; where the old keys stand beside the new ones, they must say the same."""
     key, default = _BASES[kind]
     rope = layers_lib.rope_parameters(fields, kind, kinds)
     base, scaling = fields.take(key), fields.take("rope_scaling")

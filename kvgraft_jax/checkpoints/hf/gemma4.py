@@ -15,7 +15,7 @@ _PER_LAYER_KEYS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 
 
 def parse(fields: fields_lib.Fields, name: str, is_unified: bool) -> config_lib.GemmaConfig:
-    """The configuration called `name`.
+    """Returns the configuration called `name`.
 
     Args:
       fields: the text part.
@@ -100,7 +100,7 @@ def _heads(fields: fields_lib.Fields, kinds: tuple[str, ...], values_are_keys: b
 
 
 def _overrides(fields: fields_lib.Fields, overrides: object, num_layers: int) -> dict[int, dict[str, int]]:
-    """The entries of `per_layer_config` by layer; its keys may have leading zeros."""
+    """Returns the entries of `per_layer_config` by layer; its keys may have leading zeros."""
     found = {}
     for key, entry in overrides.items() if isinstance(overrides, dict) else [("", overrides)]:
         is_layer = key.isascii() and key.isdecimal() and int(key) < num_layers and int(key) not in found

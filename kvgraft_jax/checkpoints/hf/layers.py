@@ -20,13 +20,13 @@ def check_fixed(fields: fields_lib.Fields) -> None:
 
 
 def softcap(fields: fields_lib.Fields) -> float | None:
-    """The final soft cap, or None."""
+    """Returns the final soft cap, or None."""
     key = "final_logit_softcapping"
     return None if fields.take(key) is None else fields.real(key)
 
 
 def layer_kinds(fields: fields_lib.Fields, num_layers: int, period: int) -> tuple[str, ...]:
-    """The kind of every layer: as listed, else full every `period` layers."""
+    """Returns the kind of every layer: as listed, else full every `period` layers."""
     names = fields.take("layer_types")
     if names is None:
         return config_lib.repeating_kinds(num_layers, period)
@@ -37,7 +37,7 @@ def layer_kinds(fields: fields_lib.Fields, num_layers: int, period: int) -> tupl
 
 
 def rope_parameters(fields: fields_lib.Fields, kind: str, kinds: tuple[str, ...]) -> dict[str, object] | None:
-    """The entry of attention kind `kind` in `rope_parameters`.
+    """Returns the entry of attention kind `kind` in `rope_parameters`.
 
     Args:
       fields: the document.
@@ -60,7 +60,7 @@ def rope_parameters(fields: fields_lib.Fields, kind: str, kinds: tuple[str, ...]
 
 
 def rope_entry(fields: fields_lib.Fields, key: str, entry: object, kind: str) -> dict[str, object] | None:
-    """A copy of the rotary entry under `key` in which `type` is called `rope_type`; None, and noted, if it is none."""
+    """Copies the rotary entry under `key`, with `type` called `rope_type`; None, and noted, if it is not an object."""
     if not isinstance(entry, dict) or not entry:
         fields.wrong(key, entry, "an object with rope_type, rope_theta and what the type needs")
         return None
@@ -77,7 +77,7 @@ def rope_entry(fields: fields_lib.Fields, key: str, entry: object, kind: str) ->
 def rotary(
     fields: fields_lib.Fields, kind: str, rope: dict[str, object], base: object, types: tuple[str, ...]
 ) -> config_lib.RotaryConfig:
-    """The rotary encoding that `rope` describes; notes a type out of `types` or keys that its type does not read.
+    """Reads the rotary encoding in `rope`; notes a type outside `types` or keys that its type does not read.
 
     Args:
       fields: the document, for its list of problems.

@@ -1,7 +1,7 @@
 """Checkpoints as DeepMind writes them: an Orbax directory in its flat, stacked or nested layout, read array by array.
 
 The arrays are read with TensorStore, on which Orbax rests: rows of one array at a time, to the host, whatever devices
-they were saved from, and without a word to Orbax's own state. A stack of layers holds those of one place in the
+they were saved from, and without touching Orbax's own state. A stack of layers holds those of one place in the
 repeating pattern of six layers: entry g of `attention_type_k` is layer 6 g + k.
 """
 
@@ -153,7 +153,7 @@ def open_directory(path: str, config_name: str | None = None) -> OrbaxSource:
 
 
 def find_tokenizer(source: OrbaxSource) -> tokenizer_lib.Tokenizer | None:
-    """The SentencePiece file inside the checkpoint directory, else the one beside it, else None."""
+    """Returns the SentencePiece file inside the checkpoint directory, else the one beside it, else None."""
     directory = pathlib.Path(source.origin)
     for place in (directory, directory.absolute().parent):
         for path in (*sorted(place.glob(f"tokenizer_gemma{source.config.family}*.model")), place / "tokenizer.model"):
@@ -221,7 +221,7 @@ def _unreadable(error: Exception, problem: str) -> errors.KVGraftError:
 
 
 def _canonical(key: str) -> str | None:
-    """The name by which `deepmind_names` knows an array; None for arrays of other modalities."""
+    """Returns the name by which `deepmind_names` knows an array; None for arrays of other modalities."""
     parts = re.split("[/.]", key)
     while parts[0] in _WRAPPERS and len(parts) > 1:
         del parts[0]
@@ -234,7 +234,7 @@ def _canonical(key: str) -> str | None:
 def _by_layer(
     directory: pathlib.Path, stores: Mapping[str, tensorstore.TensorStore]
 ) -> tuple[dict[str, StoredArray], bool]:
-    """The arrays by canonical name, stacks taken apart, and whether there were stacks."""
+    """Returns the arrays by canonical name, stacks taken apart, and whether there were stacks."""
     arrays: dict[str, StoredArray] = {}
     kinds = set()
     for key, store in stores.items():
@@ -261,7 +261,7 @@ def _by_layer(
 
 
 def _find_config(directory: pathlib.Path, arrays: Mapping[str, StoredArray]) -> config_lib.GemmaConfig:
-    """The one configuration of that family, depth and width."""
+    """Finds the one configuration of that family, depth and width."""
     table = arrays.get("embedder/input_embedding")
     if table is None or len(table.shape) != 2:
         some = ", ".join(sorted(array.key for array in arrays.values())[:3])

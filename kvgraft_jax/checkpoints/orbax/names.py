@@ -91,7 +91,7 @@ _EXPERTS = {
 
 
 def places(config: config_lib.GemmaConfig) -> dict[str, Place]:
-    """Where every parameter of `config` lies, by public name; tensors that exist but are not read are optional."""
+    """Says where every parameter of `config` lies, by public name; tensors that exist but are not read are optional."""
     needed = {parameter.name: parameter.stored_shape for parameter in parameters_lib.parameters(config)}
     unused = parameters_lib.unused_shapes(config)
     return {name: _place(config, name, shape, name in unused) for name, shape in (needed | unused).items()}
