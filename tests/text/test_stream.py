@@ -87,6 +87,6 @@ def test_any_tokens(tokenizer, seed):
 def test_no_token(tokenizer):
     stream = tokenizer.stream()
     for token in (-1, tokenizer.vocab_size, "a", True):
-        with pytest.raises(errors.InputError, match="token id"):
+        with pytest.raises(errors.InputError, match="token.id"):
             stream.push(token)
     assert stream.flush() == ""
