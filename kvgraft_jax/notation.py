@@ -2,13 +2,15 @@
 
 Every array name ends in its axes, and the same letters stand in the einsum strings:
 
-  B  batch rows                    N  query heads              R  rotary pairs of a head (H / 2)
+  B  rows of a batch               N  query heads              R  rotary pairs of a head (H / 2)
   T  tokens of one call (lanes)    K  key/value heads          D  model width
-  S  cache slots                   G  query heads per K (N/K)  F  hidden width of the feed-forward layer
+  S  cache slots, or positions     G  query heads per K (N/K)  F  hidden width of a feed-forward layer
   L  layers, when stacked          H  head width               V  vocabulary
-  J  blocks of slots               E  experts                  M  entries of a list
+  J  blocks of slots               E  experts                  C  experts that a token goes through
+  M  entries of a list             Z  shifts of positions      P  width of a layer's own input vectors
+  Q  bytes of packed bits (S / 8)  U  rows of the P table      X  hidden width of an expert, beside F
 
-A module that needs another letter, or one of these for something else, says so where it stands.
+A number stands for an axis of that size. W is a number, not an axis: the lanes of the compiled step.
 
 A *lane* is a row of the fixed-width step; a *slot* is a place in the cache buffer; a *position* is the integer given
 to the rotary encoding. In this package slot and position of a cached token are the same number, always.

@@ -49,15 +49,15 @@ def find_key_pairs(
     rng = np.random.default_rng(seed)
     candidate_Mx4 = _draw(rng, pairs, pool)
     codes = collisions.collision_codes(encoding, rule, candidate_Mx4, num_positions)
-    parted_MxW = np.packbits(codes.parted_MxS, axis=1)
+    parted_MxQ = np.packbits(codes.parted_MxS, axis=1)
     merged_SxV, parted_SxV = (np.packbits(code_MxS.T, axis=1) for code_MxS in (codes.merged_MxS, codes.parted_MxS))
-    open_SxW = np.tile(np.packbits(np.ones(num_positions, bool)), (num_positions, 1))
-    open_SxW[0] = 0
+    open_SxQ = np.tile(np.packbits(np.ones(num_positions, bool)), (num_positions, 1))
+    open_SxQ[0] = 0
     diagonal_S = np.arange(num_positions)
-    open_SxW[diagonal_S, diagonal_S // 8] &= ~(128 >> diagonal_S % 8).astype(np.uint8)
+    open_SxQ[diagonal_S, diagonal_S // 8] &= ~(128 >> diagonal_S % 8).astype(np.uint8)
     chosen = []
     with progress.bar(unit=" key pairs", description=f"{encoding.name} {rule}") as bar:
-        while len(sample_Tx2 := _sample(rng, open_SxW)):
+        while len(sample_Tx2 := _sample(rng, open_SxQ)):
             covers_TxV = merged_SxV[sample_Tx2[:, 0]] & parted_SxV[sample_Tx2[:, 1]]
             enough = len(covers_TxV) // _LEAVE if len(covers_TxV) == SAMPLE else 0
             while len(covers_TxV) > enough:
@@ -69,7 +69,7 @@ def find_key_pairs(
                         f"positions or more together, e.g. {sample_Tx2[:9].tolist()}; ask for other candidates"
                     )
                 chosen.append(best)
-                open_SxW[codes.merged_MxS[best]] &= ~parted_MxW[best]
+                open_SxQ[codes.merged_MxS[best]] &= ~parted_MxQ[best]
                 is_open_T = covers_TxV[:, best // 8] >> (7 - best % 8) & 1 == 0
                 covers_TxV, sample_Tx2 = covers_TxV[is_open_T], sample_Tx2[is_open_T]
                 bar.update()
@@ -141,9 +141,9 @@ def _draw(rng: np.random.Generator, pairs: tuple[int, ...], count: int) -> np.nd
     )
 
 
-def _sample(rng: np.random.Generator, open_SxW: np.ndarray) -> np.ndarray:
+def _sample(rng: np.random.Generator, open_SxQ: np.ndarray) -> np.ndarray:
     """Draws open pairs (p, p') at random with repetition, [SAMPLE, 2]; returns all where there are fewer."""
-    count_S = np.array([np.bitwise_count(open_W).sum(dtype=np.int64) for open_W in open_SxW])
+    count_S = np.array([np.bitwise_count(open_Q).sum(dtype=np.int64) for open_Q in open_SxQ])
     total = int(count_S.sum())
     ranks = np.arange(total) if total < SAMPLE else np.sort(rng.integers(total, size=SAMPLE))
     ends_S = np.cumsum(count_S)
@@ -151,7 +151,7 @@ def _sample(rng: np.random.Generator, open_SxW: np.ndarray) -> np.ndarray:
     other_T = np.empty_like(position_T)
     for position in np.unique(position_T):
         is_here_T = position_T == position
-        others = np.flatnonzero(np.unpackbits(open_SxW[position]))
+        others = np.flatnonzero(np.unpackbits(open_SxQ[position]))
         other_T[is_here_T] = others[ranks[is_here_T] - (ends_S[position] - count_S[position])]
     return np.stack([position_T, other_T], axis=1)
 

@@ -43,12 +43,12 @@ def measure(num_shifts: int, num_positions: int, num_rows: int, seed: int) -> tu
 
 def _shifts(num_shifts: int) -> dict:
     table = tables.make_table(rotary_parts.PAIR0, num_shifts + _TRIES)
-    depth_D = pair_keys.rerotation_witnesses(table, num_shifts, max_tries=_TRIES)
+    depth_Z = pair_keys.rerotation_witnesses(table, num_shifts, max_tries=_TRIES)
     return {
-        "shifts": depth_D.size,
-        "without_witness": int((depth_D < 0).sum()),
-        "with_one_at_the_first_position": int((depth_D == 0).sum()),
-        "farthest_after_the_first": int(depth_D.max()),
+        "shifts": depth_Z.size,
+        "without_witness": int((depth_Z < 0).sum()),
+        "with_one_at_the_first_position": int((depth_Z == 0).sum()),
+        "farthest_after_the_first": int(depth_Z.max()),
     }
 
 

@@ -35,11 +35,11 @@ class Router(nn.Module):
         z_TxD = layers.scaled(z_TxD, embed_dim**-0.5)
         logits_TxE = layers.Linear((embed_dim, num_experts), name="proj")(z_TxD)
         p_TxE = jax.nn.softmax(logits_TxE.astype(jnp.float32), axis=-1)
-        top_TxP, chosen_TxP = lax.top_k(p_TxE, self.config.top_k)
-        top_TxP = top_TxP / jnp.sum(top_TxP, axis=-1, keepdims=True)
-        is_chosen_TxPxE = chosen_TxP[..., None] == jnp.arange(num_experts)[None, None]
-        weight_TxE = jnp.sum(jnp.where(is_chosen_TxPxE, top_TxP[..., None], 0.0), axis=1)
-        return jnp.any(is_chosen_TxPxE, axis=1), weight_TxE * expert_scale_E.astype(jnp.float32)[None]
+        top_TxC, chosen_TxC = lax.top_k(p_TxE, self.config.top_k)
+        top_TxC = top_TxC / jnp.sum(top_TxC, axis=-1, keepdims=True)
+        is_chosen_TxCxE = chosen_TxC[..., None] == jnp.arange(num_experts)[None, None]
+        weight_TxE = jnp.sum(jnp.where(is_chosen_TxCxE, top_TxC[..., None], 0.0), axis=1)
+        return jnp.any(is_chosen_TxCxE, axis=1), weight_TxE * expert_scale_E.astype(jnp.float32)[None]
 
 
 class Experts(nn.Module):

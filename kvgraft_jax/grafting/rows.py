@@ -33,10 +33,10 @@ def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int, dtype: 
             for block in range(start // kv_block, (stop - 1) // kv_block + 1):
                 first = block * kv_block
                 low, high = max(start, first), min(stop, first + kv_block)
-                rows_BxKxH = jax.device_get(
+                block_SxKxH = jax.device_get(
                     read_block(array_SxKxH, jax.device_put(np.int32(block), place), kv_block=kv_block)
                 )
-                kv_Lx2xSxKxH[index, side, low - start : high - start] = rows_BxKxH[low - first : high - first]
+                kv_Lx2xSxKxH[index, side, low - start : high - start] = block_SxKxH[low - first : high - first]
     return kv_Lx2xSxKxH.view(dtype)
 
 

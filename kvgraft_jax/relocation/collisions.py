@@ -91,10 +91,10 @@ def num_confused(codes: Codes) -> int:
 def _confused(codes: Codes) -> Iterator[tuple[int, np.ndarray]]:
     """Yields every position p from 1, and which other positions no key pair tells apart from it."""
     num_positions = codes.merged_MxS.shape[1]
-    parted_MxW = np.packbits(codes.parted_MxS, axis=1)
+    parted_MxQ = np.packbits(codes.parted_MxS, axis=1)
     for position in range(1, num_positions):
-        parted_W = np.bitwise_or.reduce(parted_MxW[codes.merged_MxS[:, position]], axis=0)
-        confused_S = np.unpackbits(~parted_W, count=num_positions).view(bool)
+        parted_Q = np.bitwise_or.reduce(parted_MxQ[codes.merged_MxS[:, position]], axis=0)
+        confused_S = np.unpackbits(~parted_Q, count=num_positions).view(bool)
         confused_S[position] = False
         yield position, confused_S
 

@@ -1,8 +1,7 @@
 """Single rotary pairs decided by the engine's own program: where re-rotation fails, and which neighbours it merges.
 
 The compiled program is the judge, in either dtype, on the device at hand. Certificates, whose checker needs no
-program, speak of keys that are stored in bfloat16; in float32 this is what decides. Here D stands for shifts, W for
-witnesses and N for keys.
+program, speak of keys that are stored in bfloat16; in float32 this is what decides.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ WITNESSES = ((1.0, 0.0), (1.0, 1.0), (3.0, 1.0))
 def rerotation_witnesses(
     table: tables_lib.Table, num_shifts: int, scheme: keys.Scheme = keys.ENGINE_F32, *, max_tries: int = 16
 ) -> np.ndarray:
-    """Finds, for every shift 0 < |d| < N, the number of positions until one of `WITNESSES` is rotated wrongly.
+    """Finds, for every shift 0 < |d| < n, the number of positions until one of `WITNESSES` is rotated wrongly.
 
     A witness at p is a key that, stored at p and rotated by d, is not the fresh key of p + d. The first position
     that a shift admits is the larger of 1 and -d.
@@ -28,16 +27,17 @@ def rerotation_witnesses(
 
     Args:
       table: of an encoding with a single pair.
-      num_shifts: N.
+      num_shifts: n.
       scheme: arithmetic and storage.
       max_tries: positions to try.
 
     Returns:
-      int32 [2 (N - 1)], shifts 1, 2, ... and then -1, -2, ...; -1 where no position that was tried has a witness.
+      int32 [Z], Z = 2 (n - 1): shifts 1, 2, ... and then -1, -2, ...; -1 where no position that was tried has a
+      witness.
 
     Raises:
       ConfigError: an encoding with more than one pair.
-      InputError: N below 2, or N + max_tries beyond the table.
+      InputError: n below 2, or n + max_tries beyond the table.
     """
     if table.encoding.head_dim != 2:
         raise errors.ConfigError(f"head_dim: got {table.encoding.head_dim}, wanted 2: one pair decides")
@@ -46,23 +46,23 @@ def rerotation_witnesses(
             f"num_shifts: got {num_shifts}, wanted 2 to {table.num_positions - max_tries}, so that sources and targets "
             f"are among the table's {table.num_positions} positions"
         )
-    size_D = np.arange(1, num_shifts)
-    shift_D = np.concatenate([size_D, -size_D])
-    first_D = np.maximum(1, -shift_D)
-    depth_D = np.full(shift_D.shape, -1, np.int32)
-    k_raw_WxH = jnp.asarray(WITNESSES, jnp.dtype(scheme.raw))
+    size_Z = np.arange(1, num_shifts)
+    shift_Z = np.concatenate([size_Z, -size_Z])
+    first_Z = np.maximum(1, -shift_Z)
+    depth_Z = np.full(shift_Z.shape, -1, np.int32)
+    k_raw_MxH = jnp.asarray(WITNESSES, jnp.dtype(scheme.raw))
     for depth in range(max_tries):
-        open_D = np.flatnonzero(depth_D < 0)
-        if not open_D.size:
+        open_Z = np.flatnonzero(depth_Z < 0)
+        if not open_Z.size:
             break
-        source_T, shift_T = (np.repeat(x_D[open_D], len(WITNESSES)) for x_D in (first_D + depth, shift_D))
-        k_raw_TxH = jnp.tile(k_raw_WxH, (open_D.size, 1))
+        source_T, shift_T = (np.repeat(x_Z[open_Z], len(WITNESSES)) for x_Z in (first_Z + depth, shift_Z))
+        k_raw_TxH = jnp.tile(k_raw_MxH, (open_Z.size, 1))
         k_rot_TxH = keys.fresh_key(k_raw_TxH, table, source_T, scheme)
         moved_TxH = keys.rerotated_key(k_rot_TxH, table, shift_T, scheme)
         fresh_TxH = keys.fresh_key(k_raw_TxH, table, source_T + shift_T, scheme)
         is_wrong_TxH = ~np.asarray(bits.bit_equal(moved_TxH, fresh_TxH))
-        depth_D[open_D[is_wrong_TxH.reshape(open_D.size, -1).any(axis=1)]] = depth
-    return depth_D
+        depth_Z[open_Z[is_wrong_TxH.reshape(open_Z.size, -1).any(axis=1)]] = depth
+    return depth_Z
 
 
 def random_keys(seed: int, count: int, head_dim: int) -> np.ndarray:
@@ -72,13 +72,13 @@ def random_keys(seed: int, count: int, head_dim: int) -> np.ndarray:
       float32 [count, H]; H even.
     """
     rng = np.random.default_rng(seed)
-    first_NxR, second_NxR = rng.uniform(1, 2, (2, count, head_dim // 2))
-    second_NxR *= rng.choice((-1, 1), second_NxR.shape) * 2.0 ** -rng.integers(1, 4, second_NxR.shape)
-    return np.concatenate([first_NxR, second_NxR], axis=1).astype(np.float32)
+    first_MxR, second_MxR = rng.uniform(1, 2, (2, count, head_dim // 2))
+    second_MxR *= rng.choice((-1, 1), second_MxR.shape) * 2.0 ** -rng.integers(1, 4, second_MxR.shape)
+    return np.concatenate([first_MxR, second_MxR], axis=1).astype(np.float32)
 
 
 def neighbour_codes(
-    k_raw_NxH: np.ndarray, table: tables_lib.Table, scheme: keys.Scheme = keys.ENGINE_F32
+    k_raw_MxH: np.ndarray, table: tables_lib.Table, scheme: keys.Scheme = keys.ENGINE_F32
 ) -> collisions.Codes:
     """Tells where a key and its neighbour are stored as one, separately for every rotated pair.
 
@@ -87,20 +87,20 @@ def neighbour_codes(
     Exact: decided by the bits that the compiled program gives; at position 0, which turns nothing, all are parted.
 
     Args:
-      k_raw_NxH: [N, H] keys before rotation, normal numbers in the scheme's raw dtype.
+      k_raw_MxH: [M, H] keys before rotation, normal numbers in the scheme's raw dtype.
       table: the encoding's table.
       scheme: arithmetic and storage.
 
     Returns:
-      Codes of M = N R' key pairs, R' the rotated pairs of a head, at the table's positions.
+      Codes of M R' key pairs, R' the rotated pairs of a head, at the table's positions.
 
     Raises:
       ConfigError, InputError: as `keys.fresh_key`.
     """
-    notation.check_shape("k_raw_NxH", k_raw_NxH, (None, table.encoding.head_dim))
+    notation.check_shape("k_raw_MxH", k_raw_MxH, (None, table.encoding.head_dim))
     num_pairs, num_positions = table.encoding.num_pairs, table.num_positions
     merged = []
-    for near_H in np.asarray(k_raw_NxH):
+    for near_H in np.asarray(k_raw_MxH):
         far_H = near_H.copy()
         far_H[num_pairs:].view(np.uint16 if far_H.itemsize == 2 else np.uint32)[:] += 1
         one_SxH, other_SxH = (

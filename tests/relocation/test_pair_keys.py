@@ -17,12 +17,12 @@ def pair_0(num_positions):
 
 
 def test_every_shift_has_a_float32_key_that_rerotation_gets_wrong():
-    depth_D = pair_keys.rerotation_witnesses(pair_0(1100), 1024)
-    assert depth_D.shape == (2046,) and depth_D.min() >= 0 and depth_D.max() <= 8
+    depth_Z = pair_keys.rerotation_witnesses(pair_0(1100), 1024)
+    assert depth_Z.shape == (2046,) and depth_Z.min() >= 0 and depth_Z.max() <= 8
     # Shifts are 1, 2, ..., then -1, -2, ...; at depth 0 the source is p = 1, or -d for turning back.
     table, k_raw_TxH = pair_0(1100), jnp.asarray(pair_keys.WITNESSES, jnp.float32)
     for shift in (1, 7, 1023, -1, -500):
-        depth = int(depth_D[abs(shift) - 1 + 1023 * (shift < 0)])
+        depth = int(depth_Z[abs(shift) - 1 + 1023 * (shift < 0)])
         wrong = []
         for position in range(max(1, -shift), max(1, -shift) + depth + 1):
             k_rot_TxH = keys.fresh_key(k_raw_TxH, table, position, keys.ENGINE_F32)
@@ -33,10 +33,10 @@ def test_every_shift_has_a_float32_key_that_rerotation_gets_wrong():
 
 
 def test_the_bfloat16_program_has_the_depth_that_integers_find():
-    depth_D = pair_keys.rerotation_witnesses(pair_0(1400), 1024, keys.ENGINE_BF16, max_tries=300)
+    depth_Z = pair_keys.rerotation_witnesses(pair_0(1400), 1024, keys.ENGINE_BF16, max_tries=300)
     held, report = check_certificate.check_shift(1024, 1, check_certificate.HF_BF16)
-    assert held and depth_D.min() >= 0
-    assert f"is at most {depth_D.max()} after" in report
+    assert held and depth_Z.min() >= 0
+    assert f"is at most {depth_Z.max()} after" in report
 
 
 def test_a_shift_without_a_witness_is_reported():
@@ -64,11 +64,11 @@ def test_no_function_of_a_float32_key_moves_it(encoding):
 
 def test_neighbours_that_merge_are_stored_as_one_key():
     table = tables.make_table(encodings.LOCAL256, 64)
-    k_raw_NxH = pair_keys.random_keys(0, 2, 256)
-    codes = pair_keys.neighbour_codes(k_raw_NxH, table)
+    k_raw_MxH = pair_keys.random_keys(0, 2, 256)
+    codes = pair_keys.neighbour_codes(k_raw_MxH, table)
     m, position = np.argwhere(codes.merged_MxS)[0]
     n, pair = divmod(int(m), 128)
-    near_H = k_raw_NxH[n]
+    near_H = k_raw_MxH[n]
     far_H = near_H.copy()
     far_H[128 + pair] = np.nextafter(near_H[128 + pair], np.sign(near_H[128 + pair]) * np.float32(np.inf))
     one, other = (
@@ -80,9 +80,9 @@ def test_neighbours_that_merge_are_stored_as_one_key():
 
 def test_bfloat16_neighbours_merge_as_the_certificates_say():
     table = tables.make_table(encodings.LOCAL256, 64)
-    k_raw_NxH = np.zeros((1, 256), jnp.bfloat16)
-    k_raw_NxH[0, :128], k_raw_NxH[0, 128:] = 170 / 128, 200 / 2**10  # X = 170, M = 200, E = 2 on every pair.
-    codes = pair_keys.neighbour_codes(k_raw_NxH, table, keys.ENGINE_BF16)
+    k_raw_MxH = np.zeros((1, 256), jnp.bfloat16)
+    k_raw_MxH[0, :128], k_raw_MxH[0, 128:] = 170 / 128, 200 / 2**10  # X = 170, M = 200, E = 2 on every pair.
+    codes = pair_keys.neighbour_codes(k_raw_MxH, table, keys.ENGINE_BF16)
     key_pairs_Mx4 = np.array([[pair, 170, 200, 2] for pair in range(128)])
     wanted = collisions.collision_codes(encodings.LOCAL256, collisions.HF_BF16, key_pairs_Mx4, 64)
     np.testing.assert_array_equal(codes.merged_MxS, wanted.merged_MxS)

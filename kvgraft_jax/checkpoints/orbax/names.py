@@ -1,8 +1,8 @@
 """Which of DeepMind's arrays holds each parameter: its name, its axes, and their order in the public tensor.
 
 A name here is a path without wrappers and without a last "/w", which one layout has and another has not:
-`layer_3/attn/q_einsum`. The axes go by the letters of `notation`, and E experts, X hidden width of an expert, P width
-of a per-layer embedding, U rows of its table, 2 a pair (key and value, or gate and up).
+`layer_3/attn/q_einsum`. The axes go by the letters of `notation`; 2 is a pair (key and value, or gate and
+up).
 """
 
 from __future__ import annotations
