@@ -66,17 +66,3 @@ def get(name: str) -> Encoding:
             return encoding
     known = ", ".join(encoding.name for encoding in ENCODINGS)
     raise errors.ConfigError(f"rotary encoding: got {name!r}, wanted one of {known}")
-
-
-def of_attention(attention: config_lib.AttentionConfig) -> Encoding:
-    """Returns the encoding of an attention kind.
-
-    Raises:
-      ConfigError: none of `ENCODINGS`.
-    """
-    for encoding in ENCODINGS:
-        if (encoding.head_dim, encoding.rotary) == (attention.head_dim, attention.rotary):
-            return encoding
-    raise errors.ConfigError(
-        f"rotary encoding: got head_dim {attention.head_dim} and {attention.rotary}, wanted one of ENCODINGS; add it"
-    )
