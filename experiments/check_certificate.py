@@ -63,11 +63,9 @@ def unique(fields: list[tuple[str, object]]) -> dict:
 
 
 def rounded(value: int, digits: int) -> int:
-    """`value` to the nearest integer with that many significant binary digits, ties to even."""
+    """Rounds to the nearest integer with that many significant binary digits, ties to even."""
     shift = value.bit_length() - digits
-    if shift <= 0:
-        return value
-    return (value + (1 << (shift - 1)) - 1 + (value >> shift & 1)) >> shift << shift
+    return value if shift <= 0 else (value + (1 << (shift - 1)) - 1 + (value >> shift & 1)) >> shift << shift
 
 
 def settled(value: int, *digits: int) -> int:
@@ -189,9 +187,10 @@ def check_no_decoder(document: dict, positions: int) -> tuple[bool, str]:
             merged[position].append(number)
     masks = ([unless_apart[number] for number in merged[position]] for position in range(1, positions))
     failing = sum(functools.reduce(int.__and__, mask, everywhere).bit_count() - 1 for mask in masks)
-    return failing == 0, f"""{name}, rule {rule}, {len(document["key_pairs"])} key pairs, positions below {positions}
+    report = f"""{name}, rule {rule}, {len(document["key_pairs"])} key pairs, positions below {positions}
 ordered pairs of a position p >= 1 and another one p': {(positions - 1) ** 2}; without a witness: {failing}
 claim: no function of the bfloat16 key stored at p gives the one of p', unless p' = p"""
+    return failing == 0, report
 
 
 def check_shift(count: int, scale: int, rule: str) -> tuple[bool, str]:
@@ -210,10 +209,11 @@ def check_shift(count: int, scale: int, rule: str) -> tuple[bool, str]:
         sources = range(first, first + SHIFT_TRIES)
         tries = next((at - first for at in sources if any(is_witness(at, shift, *key) for key in SHIFT_KEYS)), None)
         failing, deepest = failing + (tries is None), max(deepest, tries or 0)
-    return failing == 0, f"""pair 0, scale {scale}, rule {rule}, keys {SHIFT_KEYS}
+    report = f"""pair 0, scale {scale}, rule {rule}, keys {SHIFT_KEYS}
 shifts d, 0 < |d| < {count}: {2 * (count - 1)}; without a witness: {failing}
 the first position with a witness is at most {deepest} after the first that the shift admits
 claim: for every d some stored key, rotated on by d, is not the fresh key"""
+    return failing == 0, report
 
 
 def check_value_flip(count: int, rule: str) -> tuple[bool, str]:
@@ -230,10 +230,11 @@ def check_value_flip(count: int, rule: str) -> tuple[bool, str]:
             ups |= (low[0] - high[1] >= FLIP_GAP * unit) << position
             downs |= (low[1] - high[0] >= FLIP_GAP * unit) << position
     failing = sum(not (ups & downs >> shift or downs & ups >> shift) for shift in range(1, count))
-    return failing == 0, f"""q = {QUERY}, keys {KEY_FAR} and {KEY_NEAR}, pair 0, rule {rule}, positions below {positions}
+    report = f"""q = {QUERY}, keys {KEY_FAR} and {KEY_NEAR}, pair 0, rule {rule}, positions below {positions}
 output forced to +1 at {ups.bit_count()} of them, to -1 at {downs.bit_count()}
 shifts d, 0 < |d| < {count}: {2 * (count - 1)}; without a witness: {2 * failing}
 claim: for every d some p has outputs of opposite sign at p and p + d"""
+    return failing == 0, report
 
 
 def read_certificate(path: str) -> dict:
