@@ -115,3 +115,12 @@ def test_save_list_and_load_mean_the_same_directory(tmp_path, monkeypatch, artif
     assert kg.list_artifacts(path) == (artifact_id,)
     assert kg.load_artifact(path, artifact_id) == artifact
     assert artifact_id in os.listdir(os.path.expanduser(path))
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["gguf:s3://b/x", "gguf:~nobody-of-that-name/x", "gguf:a\0b", "orbax:gs://b/x", "orbax:CORP\\x", "hf:./a\0b"],
+)
+def test_load_model_refuses_them_by_name(uri):
+    with pytest.raises(kg.InputError, match=": got "):
+        kg.load_model(uri)
