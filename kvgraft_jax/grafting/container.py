@@ -58,6 +58,9 @@ def publish(entry: pathlib.Path, place: pathlib.Path, is_intact: Callable[[], bo
       place: its path from now on.
       is_intact: asked when something stands there already; it is kept if so, replaced otherwise.
     """
+    for folder, _, names in os.walk(entry):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            _share(path, place.parent)
     with _locked(place.parent):
         if os.path.lexists(place):
             if is_intact():
@@ -192,6 +195,13 @@ def _locked(directory: pathlib.Path) -> Iterator[None]:
         yield
 
 
+def _share(path: str, directory: pathlib.Path) -> None:
+    """Gives group and others, where they may write the directory, the same rights to a file or folder in it."""
+    given, mode = directory.stat().st_mode, os.stat(path).st_mode
+    shared = given & (0o070 * bool(given & 0o020) | 0o007 * bool(given & 0o002))
+    os.chmod(path, stat.S_IMODE(mode) | (shared if stat.S_ISDIR(mode) else shared & 0o066))
+
+
 def _open(path: pathlib.Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
@@ -210,7 +220,10 @@ def _flock(descriptor: int, more: int = 0, waits_for: str = "") -> Iterator[None
             _wait(descriptor, waits_for)
         else:
             fcntl.flock(descriptor, fcntl.LOCK_EX | more)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # A child that was forked meanwhile would go on holding it.
     finally:
         os.close(descriptor)
 

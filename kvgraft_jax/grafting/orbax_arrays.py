@@ -8,11 +8,13 @@ these, so there a save runs it in a process of its own: `python -m kvgraft_jax.g
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import thread as threads
 import contextlib
 import json
 import logging
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -32,6 +34,8 @@ _ZARRAY = ".zarray"
 _DTYPES = {"bfloat16": "bfloat16", "float32": "<f4", "int32": "<i4"}
 _LOCK = threading.Lock()  # A save waits for signals under the number of the latest one in the process.
 _LAST_WORDS = 2000
+_REFUSED = "os_error_code="  # TensorStore marks with it what the system refused, such as a write to a full disk.
+_EXIT_CODES = {OSError: 81, MemoryError: 82}
 
 
 def files_of(name: str, num_axes: int) -> tuple[str, str]:
@@ -69,13 +73,13 @@ def read(path: pathlib.Path, name: str, dtype: str, shape: tuple[int, ...]) -> n
     Exact: the stored bits. Nothing is verified here; the caller compares digests.
 
     Raises:
-      ValueError: the chunk ends early.
+      EOFError: the chunk ends early.
       OSError: it cannot be read.
     """
     array = np.empty(shape, dtype)
     with open(path / files_of(name, len(shape))[1], "rb") as file:
         if file.readinto(digest.array_bytes(array)) != array.nbytes:
-            raise ValueError(f"{name}: ends early, wanted {array.nbytes} bytes")
+            raise EOFError(f"{name}: ends early, wanted {array.nbytes} bytes")
     return array if sys.byteorder == "little" else array.byteswap(inplace=True)
 
 
@@ -83,16 +87,33 @@ def save(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Saves arrays with Orbax, in a process of its own where Orbax cannot run in this one.
 
     Raises:
-      StorageError: the other process could not be started, or failed; the message holds its last words.
-      OSError, ValueError: as Orbax raises them.
+      StorageError: the other process could not be started.
+      ResourceError: a signal ended the other process, as happens where threads or memory run out.
+      OSError: the system refused to write.
     """
     if _can_run_here():
         forks.use_tensorstore("saving an artifact")  # So that a child forked later knows.
-        with _settings():
-            ocp.save(path, dict(arrays), checkpointable_name=STATE)
+        try:
+            _save_here(path, arrays)
+        except RuntimeError:  # Perhaps the last thread went to someone else, or the process began to end.
+            if _can_run_here():
+                raise
+            for begun in path.parent.glob(f"{path.name}*"):
+                shutil.rmtree(begun)
+            _save_elsewhere(path, arrays)
     else:
         _save_elsewhere(path, arrays)
     (path / "commit_success.txt").unlink()  # Names a path of this machine; the entry's rename is the commit.
+
+
+def _save_here(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    try:
+        with _settings():
+            ocp.save(path, dict(arrays), checkpointable_name=STATE)
+    except (ValueError, IndexError) as error:
+        if _REFUSED not in str(error):
+            raise
+        raise OSError(str(error)[:_LAST_WORDS]) from error
 
 
 class _Process:
@@ -113,14 +134,13 @@ def _can_run_here() -> bool:
 
     In a job of several processes Orbax waits for all of them; after a fork its threads and locks are gone.
     """
-    if _Process.is_forked or jax.distributed.is_initialized() or not threading.main_thread().is_alive():
+    if _Process.is_forked or jax.distributed.is_initialized():
         return False
     try:
-        thread = threading.Thread(target=lambda: None)
-        thread.start()
+        with threads.ThreadPoolExecutor(1) as pool:  # As Orbax uses it; it takes no work from when the process ends.
+            pool.submit(int).result()
     except RuntimeError:
         return False
-    thread.join()
     return True
 
 
@@ -152,8 +172,16 @@ def _save_elsewhere(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> Non
             f"{type(error).__name__}: {error}. Save from the main process, or start workers with multiprocessing's "
             "'spawn' method"
         ) from error
+    for kind, code in _EXIT_CODES.items():
+        if process.returncode == code:
+            raise kind(words)
+    if process.returncode < 0:
+        raise errors.ResourceError(
+            f"{path}: signal {-process.returncode} ended the process that saves, as happens where threads or memory "
+            f"run out; end other programs or raise the limit. {words}"
+        )
     if process.returncode:
-        raise errors.StorageError(f"{path}: the process that saves ended with {process.returncode}: {words}")
+        raise RuntimeError(f"{path}: the process that saves ended with {process.returncode}: {words}")
 
 
 def _reason() -> str:
@@ -161,7 +189,7 @@ def _reason() -> str:
         return "it was forked"
     if jax.distributed.is_initialized():
         return "it is one of a jax.distributed job"
-    return "it is ending" if not threading.main_thread().is_alive() else "no thread can be started"
+    return "it is ending, or no thread can be started"
 
 
 @contextlib.contextmanager
@@ -196,13 +224,16 @@ def _is_not_from_orbax(record: logging.LogRecord) -> bool:
 
 def main() -> None:
     """Saves the arrays that stdin describes and holds, at the path that the command line names."""
-    described = json.loads(sys.stdin.buffer.readline())
-    arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in described.items()}
-    for name, array in arrays.items():
-        if sys.stdin.buffer.readinto(digest.array_bytes(array)) != array.nbytes:
-            sys.exit(f"{name}: ends early")
-    with _settings():
-        ocp.save(pathlib.Path(sys.argv[1]), arrays, checkpointable_name=STATE)
+    try:
+        described = json.loads(sys.stdin.buffer.readline())
+        arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in described.items()}
+        for name, array in arrays.items():
+            if sys.stdin.buffer.readinto(digest.array_bytes(array)) != array.nbytes:
+                sys.exit(f"{name}: ends early")
+        _save_here(pathlib.Path(sys.argv[1]), arrays)
+    except tuple(_EXIT_CODES) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(_EXIT_CODES[MemoryError if isinstance(error, MemoryError) else OSError])
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def save_artifact(artifact: artifact_lib.Artifact, directory: str | os.PathLike[
       InputError: not an artifact, or a directory that cannot be used (see `paths.absolute` and `paths.check_plain`).
       StorageError: it could not be written, or an earlier entry of that id not be read; nothing of it is left, and
         earlier entries are as they were.
-      ResourceError: out of memory; likewise.
+      ResourceError: out of memory, threads or processes; likewise.
     """
     if not isinstance(artifact, artifact_lib.Artifact):
         raise errors.InputError(f"artifact: {errors.mistaken(artifact, 'Artifact')}")
@@ -56,7 +56,7 @@ def save_artifact(artifact: artifact_lib.Artifact, directory: str | os.PathLike[
             container.publish(entry, place, lambda: _is_intact(place))
     except MemoryError as error:
         raise _out_of_memory(f"saving artifact {artifact_id}") from error
-    except (errors.IntegrityError, OSError, ValueError) as error:  # TensorStore tells of a full disk by a ValueError.
+    except (errors.IntegrityError, OSError) as error:
         raise errors.StorageError(
             f"artifact {artifact_id} ({artifact.nbytes:,} bytes) could not be written to {place.parent}; nothing of it "
             f"is left there. Free space or choose another directory. {type(error).__name__}: {str(error)[:400]}"
@@ -221,7 +221,7 @@ def _artifact(manifest: manifest_lib.Manifest, checkpoint: pathlib.Path) -> arti
             pin=manifest.pin,
             provenance=manifest.provenance,
         )
-    except (ValueError, errors.CaptureError) as error:  # What no capture can have made.
+    except (EOFError, errors.InputError, errors.CaptureError) as error:  # What no capture can have made.
         raise errors.IntegrityError(manifest.artifact_id, "arrays", str(error)) from error
     for name, entry in artifact.description.arrays.items():
         wanted = manifest.arrays[name].leaves

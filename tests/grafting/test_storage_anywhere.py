@@ -17,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 import pytest
 
 from kvgraft_jax import errors
+from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import orbax_arrays, storage
 from tests import entries
 
@@ -195,7 +196,7 @@ def test_the_process_that_saves_tells_why_it_failed(tmp_path, monkeypatch):
     with pytest.raises(errors.StorageError, match="'spawn'"):
         save((0, tmp_path / "a"))
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(errors.StorageError, match="the process that saves ended with 1"):
+    with pytest.raises(RuntimeError, match="the process that saves ended with 1"):
         save((0, tmp_path / "a"))
     assert storage.list_artifacts(tmp_path / "a") == ()
 
@@ -208,3 +209,97 @@ def test_similar_arguments_are_told_apart(tmp_path):
         with pytest.raises(errors.InputError, match=r"load_artifact\(directory, artifact_id\)"):
             storage.load_artifact(*arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_of_a_thread_pool_saves_while_the_process_waits_for_it_to_end(tmp_path):
+    code = """
+import sys, threading, time
+from concurrent import futures
+from kvgraft_jax.grafting import storage
+from tests import entries
+def deposit():
+    while not threading._SHUTTING_DOWN: time.sleep(0.01)
+    time.sleep(0.2)
+    print(storage.save_artifact(entries.make_artifact(1), sys.argv[1]), flush=True)
+futures.ThreadPoolExecutor(1).submit(deposit)
+"""
+    assert finish(start(code, tmp_path)) == entries.make_artifact(1).artifact_id
+    assert storage.load_artifact(tmp_path, entries.make_artifact(1).artifact_id) == entries.make_artifact(1)
+
+
+def test_threads_that_run_out_in_the_middle_of_a_save_are_done_without(tmp_path, monkeypatch):
+    def no_thread(path, *_, **__):
+        (path.parent / "arrays.orbax-checkpoint-tmp").mkdir()
+        raise RuntimeError("can't start new thread")
+
+    answers = iter([True, False])
+    monkeypatch.setattr(orbax_arrays, "_can_run_here", lambda: next(answers))
+    monkeypatch.setattr(ocp, "save", no_thread)
+    assert load((tmp_path, save((0, tmp_path)))) == entries.make_artifact().artifact_id
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, TypeError])
+def test_no_mistake_of_the_program_is_taken_for_damage_or_a_full_disk(error, stored, tmp_path, monkeypatch):
+    def mistaken(*_, **__):
+        raise error("a mistake")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifact_lib, "KVStack", mistaken)
+        with pytest.raises(error, match="a mistake"):
+            storage.load_artifact(stored, entries.make_artifact().artifact_id)
+    monkeypatch.setattr(ocp, "save", mistaken)
+    with pytest.raises(error, match="a mistake"):
+        save((1, tmp_path))
+    assert not entries.scratch_directories(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "program, wanted",
+    [
+        ("import os; os.abort()", errors.ResourceError),
+        ("raise ZeroDivisionError('a mistake')", RuntimeError),
+        ("raise MemoryError", errors.ResourceError),
+        ("raise OSError(28, 'No space left on device')", errors.StorageError),
+    ],
+)
+def test_what_ends_the_process_that_saves_decides_the_error(program, wanted, tmp_path, monkeypatch):
+    popen = subprocess.Popen
+    code = f"from kvgraft_jax.grafting import orbax_arrays\ndef _save(*_): {program}\n"
+    code += "orbax_arrays._save_here = _save\norbax_arrays.main()"
+    monkeypatch.setattr(orbax_arrays, "_can_run_here", lambda: False)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **named: popen([command[0], "-c", code, command[-1]], **named)
+    )
+    with pytest.raises(wanted):
+        save((0, tmp_path / "a"))
+    assert not entries.scratch_directories(tmp_path / "a")
+
+
+@pytest.mark.parametrize("mode, folder, file", [(0o2777, 0o777, 0o666), (0o2775, 0o770, 0o660), (0o755, 0o700, 0o600)])
+def test_who_may_write_the_directory_may_read_and_replace_its_entries(mode, folder, file, tmp_path):
+    tmp_path.chmod(mode)
+    before = os.umask(0o077)
+    try:
+        place = tmp_path / save((0, tmp_path))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (place, place / "arrays", place / "arrays" / "state")} == {folder}
+    assert {path.stat().st_mode & 0o777 for path in entries.files_of(place)} == {file}
+
+
+def test_a_lock_is_free_again_though_a_child_was_forked_while_it_was_held(tmp_path):
+    code = """
+import fcntl, os, pathlib, sys
+from kvgraft_jax.grafting import container
+directory = pathlib.Path(sys.argv[1])
+reading, writing = os.pipe()
+with container._locked(directory):
+    child = os.fork()
+    if not child:
+        os.close(writing), os.read(reading, 1), os._exit(0)
+with open(directory / ".lock") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+os.close(writing)
+print("free")
+"""
+    assert finish(start(code, tmp_path)) == "free"
