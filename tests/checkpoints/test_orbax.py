@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -362,3 +365,33 @@ def test_a_forked_worker_loads_or_is_told_to_be_spawned(flat_files, when):
         assert done.stdout.strip() == load.load_model(f"orbax:{flat_files}").digest
     else:
         assert "was forked from one that had already used TensorStore" in done.stdout and "'spawn'" in done.stdout
+
+
+_JOB = """
+import sys, jax
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[3]))
+jax.devices()  # Both processes have to be there before jax knows its devices.
+from kvgraft_jax.checkpoints import load
+from kvgraft_jax.gemma import configurations
+from tests import orbax_checkpoints as written
+configurations.CONFIGURATIONS["small-gemma3"] = written.config("gemma3")
+if sys.argv[3] == "0":
+    print(load.load_model(sys.argv[1]).digest, flush=True)
+sys.stdin.read()  # Both stay until both are done.
+"""
+
+
+@pytest.mark.slow
+def test_a_process_of_a_distributed_job_loads_without_the_others(flat_files):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        command = [sys.executable, "-c", _JOB, f"orbax:{flat_files}", str(free.getsockname()[1])]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(subprocess.Popen([*command, rank], **pipes)) for rank in "01"]
+        for job in jobs:
+            stack.callback(job.kill)
+        timer = threading.Timer(60, jobs[0].kill)
+        stack.callback(timer.cancel)
+        timer.start()
+        assert jobs[0].stdout.readline().strip() == load.load_model(f"orbax:{flat_files}").digest
