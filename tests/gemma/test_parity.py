@@ -33,9 +33,10 @@ def test_float32_is_close_to_reference(name):
         np.testing.assert_allclose(states[index] / largest, wanted / largest, rtol=0, atol=tolerance, err_msg=index)
 
 
+ORDER_FREE_WIDE = [name for name in WIDE if name not in golden_cases.NOT_ORDER_FREE]
 SHAPES = {  # Width and K/V block; one lane takes another path through XLA, which the engine never takes.
     **dict.fromkeys(TINY, ((1, 8), (8, 16), (24, 256))),
-    **dict.fromkeys(WIDE, ((2, 32), (8, 16), (24, 256))),
+    **dict.fromkeys(ORDER_FREE_WIDE, ((2, 32), (8, 16), (24, 256))),
 }
 
 
@@ -49,12 +50,14 @@ def test_bfloat16_is_bit_identical_to_reference(name, width, kv_block):
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", WIDE)
-def test_cached_decoding_is_bit_identical_to_reference(name, steps):
+def test_cached_decoding_is_bit_identical_to_prefill_and_reference(name, steps):
     case = golden_cases.load(name)
     assert len(case.token_ids) > 2 * case.config.sliding.window and case.config.full.head_dim == 512
     program = golden_cases.shared_program(case.config, "bfloat16", 8, 16)
     logits_TxV, _ = program.run(case.params("bfloat16"), case.token_ids, cuts=STEPS[steps])
-    np.testing.assert_array_equal(logits_TxV, case.arrays["logits_bf16"])
+    np.testing.assert_array_equal(logits_TxV, program.run(case.params("bfloat16"), case.token_ids)[0])
+    if name in ORDER_FREE_WIDE:
+        np.testing.assert_array_equal(logits_TxV, case.arrays["logits_bf16"])
 
 
 def _layer_by_layer(module, states_LxTxD, tokens_T, tables, cache):
@@ -73,7 +76,7 @@ def _layer_by_layer(module, states_LxTxD, tokens_T, tables, cache):
     return jnp.stack(outputs), module.head(states_LxTxD[-1])
 
 
-@pytest.mark.parametrize("name", WIDE + golden_cases.NOT_ORDER_FREE)
+@pytest.mark.parametrize("name", [*ORDER_FREE_WIDE, *golden_cases.NOT_ORDER_FREE])
 def test_every_layer_on_the_reference_input(name):
     case = golden_cases.load(name)
     dtype, num_tokens = jnp.dtype("bfloat16"), len(case.token_ids)
@@ -87,7 +90,8 @@ def test_every_layer_on_the_reference_input(name):
     for got, want in [*pairs, (np.asarray(logits_TxV), case.arrays["logits_bf16"])]:
         # One ulp of the row's largest element: where large numbers cancel, theirs are the last bits.
         ulp_T = 2.0 ** (np.floor(np.log2(np.abs(want).max(axis=1))) - 7)
-        assert np.mean(got == want) >= 0.995 and np.all(np.abs(got - want) <= ulp_T[:, None])
+        share, ulps = (1.0, 0) if name in ORDER_FREE_WIDE else (0.9, 2)
+        assert np.mean(got == want) >= share and np.all(np.abs(got - want) <= ulps * ulp_T[:, None])
 
 
 def test_softcap_bends_large_logits():

@@ -202,7 +202,7 @@ def test_merges_of_a_gguf_file_and_tokenizer_json_agree():
         ({"tokenizer.ggml.unknown_token_id": 10**6}, "1000000"),
         ({"tokenizer.ggml.token_type": tiny_tokenizers.np.zeros(3, "i4")}, "3 types"),
         ({"tokenizer.ggml.bos_token_id": 5}, "begin and end of text are [5, 1]"),
-        ({"tokenizer.ggml.tokens": (b"\xff",)}, "no text"),
+        ({"tokenizer.ggml.tokens": (b"\xff",)}, "not text"),
         ({"tokenizer.ggml.tokens": _with(20, b"<bos>")}, "each to stand there once"),
         ({"tokenizer.ggml.tokens": _with(21, b"<0x41>")}, "each to stand there once"),
     ],
