@@ -129,11 +129,11 @@ class Engine:
                 "rotary_tables": rotary.tables_digest(config.model),
                 **mesh,
                 **determinism.environment(device),
-                **self._measured(),
+                **self._measure(),
             }
         )
 
-    def _measured(self) -> dict[str, Any]:
+    def _measure(self) -> dict[str, Any]:
         """Returns what was found of the programs under jax's present options; both are remembered for the process."""
         self_test_sha256 = self_test.result(self.runner, self.model.digest)
         return {"program": self.runner.programs.fingerprint, "self_test": self_test_sha256}
@@ -141,7 +141,7 @@ class Engine:
     def _check_programs(self) -> None:
         """Runs the self-test before the first result, and again when options of jax have changed since."""
         determinism.check_options()
-        then, now = self._pin.document, self._measured()
+        then, now = self._pin.document, self._measure()
         changed = [name for name, value in now.items() if then[name] != value]
         if changed:
             raise errors.DeterminismError(

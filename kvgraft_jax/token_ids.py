@@ -13,7 +13,7 @@ MAX_VOCAB_SIZE = 1 << 31
 """Ids fit an int32."""
 
 
-def checked(token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+def check(token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     """Returns the ids as Python ints; there may be none.
 
     Args:

@@ -108,7 +108,7 @@ def block_attention(
         _, seen_1x1xTxS = slots(block)
         k_rot_SxKxH = cache_lib.read_slots(layer.k_rot_SxKxH, block * kv_block, kv_block, dtype)
         logits_KxGxTxS = query_key(q_KxGxTxH, k_rot_SxKxH).astype(dtype)
-        return jnp.where(seen_1x1xTxS, layers.scaled(logits_KxGxTxS, scale).astype(jnp.float32), MASKED)
+        return jnp.where(seen_1x1xTxS, layers.scale_by(logits_KxGxTxS, scale).astype(jnp.float32), MASKED)
 
     def first_pass(block, carry):
         max_KxGxT, sum_KxGxT, kept_JxKxGxTxS = carry

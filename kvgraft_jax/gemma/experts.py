@@ -32,7 +32,7 @@ class Router(nn.Module):
         scale_D = self.param("scale", nn.initializers.zeros_init(), (embed_dim,), x_TxD.dtype)
         expert_scale_E = self.param("per_expert_scale", nn.initializers.zeros_init(), (num_experts,), x_TxD.dtype)
         z_TxD = layers.RMSNorm(self.eps, has_weight=False)(x_TxD) * scale_D[None]
-        z_TxD = layers.scaled(z_TxD, embed_dim**-0.5)
+        z_TxD = layers.scale_by(z_TxD, embed_dim**-0.5)
         logits_TxE = layers.Linear((embed_dim, num_experts), name="proj")(z_TxD)
         p_TxE = jax.nn.softmax(logits_TxE.astype(jnp.float32), axis=-1)
         top_TxC, chosen_TxC = lax.top_k(p_TxE, self.config.top_k)

@@ -27,15 +27,15 @@ def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def scaled(x: jax.Array, scale: float) -> jax.Array:
+def scale_by(x: jax.Array, scale: float) -> jax.Array:
     """Multiplies x by a float32 scalar and rounds once (jax would round a bare Python scalar to bfloat16 first)."""
     return (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
 
 
-def softcapped(x: jax.Array, cap: float) -> jax.Array:
+def softcap(x: jax.Array, cap: float) -> jax.Array:
     """Computes cap tanh(x / cap), with each of the three steps rounded to x's dtype."""
-    bounded = jnp.tanh(scaled(x, 1.0 / cap).astype(jnp.float32)).astype(x.dtype)
-    return scaled(bounded, cap)
+    bounded = jnp.tanh(scale_by(x, 1.0 / cap).astype(jnp.float32)).astype(x.dtype)
+    return scale_by(bounded, cap)
 
 
 def look_up(table: jax.Array, tokens_T: jax.Array) -> jax.Array:

@@ -32,9 +32,9 @@ class PerLayerEmbedder(nn.Module):
         shape = (self.vocab_size, self.num_layers, self.dim)
         table_VxLxP = self.param("embedding", nn.initializers.zeros_init(), shape, x_TxD.dtype)
         project = layers.Linear((embed_dim, self.num_layers, self.dim), name="proj")
-        context_TxLxP = layers.scaled(project(x_TxD), embed_dim**-0.5)
+        context_TxLxP = layers.scale_by(project(x_TxD), embed_dim**-0.5)
         context_TxLxP = layers.RMSNorm(self.eps, name="norm")(context_TxLxP)
-        return layers.scaled(context_TxLxP + layers.look_up(table_VxLxP, tokens_T), 2**-0.5)
+        return layers.scale_by(context_TxLxP + layers.look_up(table_VxLxP, tokens_T), 2**-0.5)
 
 
 class PerLayerInput(nn.Module):

@@ -85,12 +85,12 @@ def whole(mesh: sharding.Mesh | None) -> sharding.Sharding | None:
 def of_parameter(mesh: sharding.Mesh | None, parameter: parameters_lib.Parameter) -> sharding.Sharding | None:
     """Returns the sharding of one parameter."""
     name = "/".join(parameter.path.removesuffix("/kernel").split("/")[-2:])
-    return whole(mesh) if mesh is None or name not in _DIVIDED else _divided(mesh, parameter.shape, _DIVIDED[name])
+    return whole(mesh) if mesh is None or name not in _DIVIDED else _divide(mesh, parameter.shape, _DIVIDED[name])
 
 
 def of_rows(mesh: sharding.Mesh | None, shape: tuple[int, ...]) -> sharding.Sharding | None:
     """Returns the sharding of keys or values [S, K, H] of one layer."""
-    return None if mesh is None else _divided(mesh, shape, 1)
+    return None if mesh is None else _divide(mesh, shape, 1)
 
 
 def keep_whole(mesh: sharding.Mesh | None, array: jax.Array) -> jax.Array:
@@ -108,7 +108,7 @@ def share_bytes(shape: tuple[int, ...], dtype: np.dtype, place: sharding.Shardin
     return math.prod(shape if place is None else place.shard_shape(shape)) * dtype.itemsize
 
 
-def _divided(mesh: sharding.Mesh, shape: tuple[int, ...], axis: int) -> sharding.Sharding:
+def _divide(mesh: sharding.Mesh, shape: tuple[int, ...], axis: int) -> sharding.Sharding:
     if shape[axis] % mesh.size:
         return whole(mesh)
     return sharding.NamedSharding(mesh, sharding.PartitionSpec(*[None] * axis, AXIS))

@@ -158,5 +158,5 @@ class Transformer(nn.Module):
         with jax.named_scope("head"):
             logits_TxV = self.embedder.decode(hidden_TxD)
             if self.config.final_softcap is not None:
-                logits_TxV = layers.softcapped(logits_TxV, self.config.final_softcap)
+                logits_TxV = layers.softcap(logits_TxV, self.config.final_softcap)
             return logits_TxV.astype(jnp.float32)

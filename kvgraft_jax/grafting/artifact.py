@@ -108,7 +108,7 @@ class Artifact:
         manifest_lib.check_provenance(self.provenance)
         if not isinstance(self.pin, pin_lib.Pin):
             raise errors.InputError(f"pin: got a {type(self.pin).__name__}, wanted a Pin")
-        token_ids = token_ids_lib.checked(self.token_ids, token_ids_lib.MAX_VOCAB_SIZE)
+        token_ids = token_ids_lib.check(self.token_ids, token_ids_lib.MAX_VOCAB_SIZE)
         stacks = tuple(self.stacks)
         if not all(isinstance(stack, KVStack) for stack in stacks):
             raise errors.CaptureError(f"stacks: got {stacks!r}, wanted KVStacks")

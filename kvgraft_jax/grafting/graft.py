@@ -113,7 +113,7 @@ def apply_graft(artifact: artifact_lib.Artifact, num_slots: int, mesh: sharding.
     """
     layers: dict[int, cache_lib.LayerCache] = {}
     for stack in artifact.stacks:
-        placed = rows.placed_rows(stack.kv_Lx2xSxKxH, stack.start, num_slots, mesh)
+        placed = rows.place_rows(stack.kv_Lx2xSxKxH, stack.start, num_slots, mesh)
         layers.update(zip(stack.layers, placed, strict=True))
     return cache_lib.Cache(tuple(layers[index] for index in sorted(layers)))
 

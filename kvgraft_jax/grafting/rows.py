@@ -40,7 +40,7 @@ def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int, dtype: 
     return kv_Lx2xSxKxH.view(dtype)
 
 
-def placed_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int, mesh: sharding.Mesh | None = None) -> LayerCaches:
+def place_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int, mesh: sharding.Mesh | None = None) -> LayerCaches:
     """Layer caches of `num_slots` slots that hold the given rows from slot `start` on, and zeros elsewhere.
 
     Exact: bit-exact copy; no computation touches the rows, and the device arrays share no memory with the argument.

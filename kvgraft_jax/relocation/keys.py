@@ -85,7 +85,7 @@ def fresh_key(
       InputError: a NaN, or a position outside the table.
     """
     check_keys("k_raw_TxH", k_raw_TxH, table, scheme.raw)
-    return _turned(k_raw_TxH, table.rows(position_T), scheme.arithmetic, scheme.stored)
+    return _rotate_by(k_raw_TxH, table.rows(position_T), scheme.arithmetic, scheme.stored)
 
 
 def rerotated_key(
@@ -97,7 +97,7 @@ def rerotated_key(
     Args, Returns, Raises: as `fresh_key`, with keys in the scheme's stored dtype.
     """
     check_keys("k_rot_TxH", k_rot_TxH, table, scheme.stored)
-    return _turned(k_rot_TxH, table.rows(shift_T), scheme.arithmetic, scheme.stored)
+    return _rotate_by(k_rot_TxH, table.rows(shift_T), scheme.arithmetic, scheme.stored)
 
 
 def unrotated_key(
@@ -110,7 +110,7 @@ def unrotated_key(
     """
     check_keys("k_rot_TxH", k_rot_TxH, table, scheme.stored)
     back_T = -np.asarray(position_T)
-    return _turned(k_rot_TxH, table.rows(back_T), scheme.arithmetic, scheme.arithmetic)
+    return _rotate_by(k_rot_TxH, table.rows(back_T), scheme.arithmetic, scheme.arithmetic)
 
 
 def reencoded_key(
@@ -126,7 +126,7 @@ def reencoded_key(
     Args, Returns, Raises: as `unrotated_key`.
     """
     k_raw_TxH = unrotated_key(k_rot_TxH, table, position_T, scheme)
-    return _turned(k_raw_TxH, table.rows(target_T), scheme.arithmetic, scheme.stored)
+    return _rotate_by(k_raw_TxH, table.rows(target_T), scheme.arithmetic, scheme.stored)
 
 
 def snapped_key(
@@ -142,7 +142,7 @@ def snapped_key(
     Args, Returns, Raises: as `unrotated_key`.
     """
     k_raw_TxH = unrotated_key(k_rot_TxH, table, position_T, scheme).astype(scheme.raw)
-    return _turned(k_raw_TxH, table.rows(target_T), scheme.arithmetic, scheme.stored)
+    return _rotate_by(k_raw_TxH, table.rows(target_T), scheme.arithmetic, scheme.stored)
 
 
 def linearly_moved_key(
@@ -248,7 +248,7 @@ def check_keys(name: str, k_TxH: jax.Array, table: tables_lib.Table, dtype: str)
         raise errors.InputError(f"{name}: holds NaN, which no rotation keeps; wanted numbers")
 
 
-def _turned(k_TxH: jax.Array, rows: tables_lib.Rows, arithmetic: str, stored: str) -> jax.Array:
+def _rotate_by(k_TxH: jax.Array, rows: tables_lib.Rows, arithmetic: str, stored: str) -> jax.Array:
     cos_TxR, sin_TxR = (jnp.asarray(x.astype(jnp.dtype(arithmetic))) for x in (rows.cos_TxR, rows.sin_TxR))
     if cos_TxR.shape[0] not in (1, k_TxH.shape[0]):
         raise errors.ConfigError(f"position_T: got {cos_TxR.shape[0]} positions for {k_TxH.shape[0]} keys")

@@ -60,7 +60,7 @@ def plan_tokens(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     Raises:
       InputError: not a flat sequence of integers, empty, or an id outside 0..V-1.
     """
-    planned = token_ids_lib.checked(token_ids, vocab_size)
+    planned = token_ids_lib.check(token_ids, vocab_size)
     if not planned:
         raise errors.InputError("token_ids: got none, wanted one or more")
     return planned

@@ -226,7 +226,7 @@ class Chat:
 
     def reply(self, token_ids: Sequence[int]) -> Message:
         """Reads the model's message from its tokens, without its thoughts; `InputError` for anything but token ids."""
-        kept = self.tokenizer.checked(token_ids)
+        kept = self.tokenizer.check_ids(token_ids)
         if self.can_think:
             opens, closes = (self.tokenizer.control_id(piece) for piece in (_CHANNEL, _CHANNEL_END))
             while opens in kept:

@@ -87,7 +87,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes `ids`; control pieces have no text, and bytes that are not UTF-8 become U+FFFD."""
-        return self.backend.decode(self.checked(ids))
+        return self.backend.decode(self.check_ids(ids))
 
     def stream(self) -> Stream:
         """Opens a decoder that takes tokens one at a time, as a model generates them.
@@ -108,9 +108,9 @@ class Tokenizer:
             )
         return self.controls[piece]
 
-    def checked(self, ids: Sequence[int]) -> list[int]:
+    def check_ids(self, ids: Sequence[int]) -> list[int]:
         """Returns `ids` as Python ints; `InputError` for anything but a list of ids of this vocabulary."""
-        return list(token_ids.checked(ids, self.vocab_size))
+        return list(token_ids.check(ids, self.vocab_size))
 
     def check_prefix(self, prefix_ids: Sequence[int], text: str, control: bool = False) -> list[int]:
         """Checks that `text` begins with the tokens `prefix_ids`, and returns the ids after them.
@@ -123,7 +123,7 @@ class Tokenizer:
         Raises:
           SeamError: the ids differ; the message names the first place where they do.
         """
-        prefix = self.checked(prefix_ids)
+        prefix = self.check_ids(prefix_ids)
         ids = self.encode(text, bos=prefix[:1] == [self.bos_id], control=control)
         return self.after_prefix(prefix, ids)
 
@@ -171,7 +171,7 @@ class Stream:
         Raises:
           InputError: no token id of this vocabulary.
         """
-        self._held += self._tokenizer.checked([token])
+        self._held += self._tokenizer.check_ids([token])
         last = self._held[-1]
         if last in self._controls or _BYTE_PIECE.fullmatch(self._tokenizer.piece(last)):
             return ""

@@ -17,7 +17,7 @@ def random(*shape: int, scale: float = 1.0) -> np.ndarray:
 
 def test_scaled_rounds_once_from_a_float32_scalar():
     x = random(4096)
-    found = np.asarray(jax.jit(lambda x: layers.scaled(x, 2**-0.5))(x))
+    found = np.asarray(jax.jit(lambda x: layers.scale_by(x, 2**-0.5))(x))
     wanted = (x.astype(np.float32) * np.float32(2**-0.5)).astype(BF16)
     np.testing.assert_array_equal(found.view(np.uint16), wanted.view(np.uint16))
     weak = (x * np.array(2**-0.5, BF16)).view(np.uint16)
@@ -26,7 +26,7 @@ def test_scaled_rounds_once_from_a_float32_scalar():
 
 def test_softcap_rounds_after_each_of_three_steps():
     x = random(4096, scale=40.0)
-    found = np.asarray(jax.jit(lambda x: layers.softcapped(x, 30.0))(x))
+    found = np.asarray(jax.jit(lambda x: layers.softcap(x, 30.0))(x))
     third = (x.astype(np.float32) * np.float32(1 / 30)).astype(BF16)
     wide = np.asarray(jnp.tanh(jnp.asarray(third, jnp.float32))).astype(BF16).astype(np.float32)
     np.testing.assert_array_equal(found, (wide * np.float32(30)).astype(BF16))

@@ -147,8 +147,8 @@ def test_wrong_donor(monkeypatch, donor):
 @pytest.mark.parametrize(("name", "scale"), [("e2b", 2**-0.5), ("e2b", 48**-0.5), ("26b", 48**-0.5)])
 def test_left_out_constant(monkeypatch, name, scale):
     """Per-layer embeddings without 2^(-1/2) or D^(-1/2), router without D^(-1/2)."""
-    scaled = layers.scaled
-    monkeypatch.setattr(layers, "scaled", lambda x, by: x if by == scale else scaled(x, by))
+    scaled = layers.scale_by
+    monkeypatch.setattr(layers, "scale_by", lambda x, by: x if by == scale else scaled(x, by))
     assert equal_share(name, is_patched=True) < 0.5
 
 

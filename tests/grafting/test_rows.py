@@ -20,13 +20,13 @@ def test_every_bit_pattern_survives_the_device(dtype):
         patterns = np.array(words * 16, np.uint32).view(np.float32)
     patterns = patterns[: len(patterns) // 64 * 64]
     kv = np.stack([patterns, patterns[::-1]]).reshape(1, 2, -1, 2, 32)
-    layers = rows.placed_rows(kv, 3, kv.shape[2] + 29)
+    layers = rows.place_rows(kv, 3, kv.shape[2] + 29)
     found = rows.read_rows(layers, 3, 3 + kv.shape[2], 16, kv.dtype)
     assert found.tobytes() == kv.tobytes()
 
 
 def test_changing_the_source_after_placing_rows_changes_nothing():
     kv = np.ones((1, 2, 40, 2, 32), np.float32)
-    (layer,) = rows.placed_rows(kv, 0, 40)  # as many slots as rows: nothing but a copy keeps them apart
+    (layer,) = rows.place_rows(kv, 0, 40)  # as many slots as rows: nothing but a copy keeps them apart
     kv[...] = 7
     assert float(np.asarray(layer.k_rot_SxKxH).max()) == float(np.asarray(layer.v_SxKxH).max()) == 1
