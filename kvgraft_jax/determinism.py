@@ -74,15 +74,20 @@ def configure() -> None:
     _flags_when_configured()
 
 
-# Options of jax that change what is compiled: name, and the only value under which the pin is true.
+# Options of jax that change what is compiled or prevent it: name, and the only value under which the pin is true.
 _JAX_OPTIONS = (
     ("jax_enable_x64", False),
     ("jax_disable_jit", False),
     ("jax_disable_most_optimizations", False),
+    ("jax_no_tracing", False),
+    ("jax_no_execution", False),
     ("jax_enable_pgle", False),
     ("jax_exec_time_optimization_effort", 0.0),
     ("jax_memory_fitting_effort", 0.0),
     ("jax_optimization_level", "UNKNOWN"),
+)
+_TRANSFER_GUARDS = tuple(
+    f"jax_transfer_guard{direction}" for direction in ("", "_host_to_device", "_device_to_device", "_device_to_host")
 )
 _TINY = 2.0**-60
 
@@ -104,8 +109,14 @@ def check_options() -> None:
     for name, wanted in _JAX_OPTIONS:
         if values.get(name, wanted) != wanted:
             raise errors.DeterminismError(
-                f"{name}: got {values[name]}, wanted {wanted}: it changes the compiled programs and so the bits; "
-                f"call jax.config.update({name!r}, {wanted}) before using the engine"
+                f"{name}: got {values[name]}, wanted {wanted}: it changes the compiled programs, and so the bits, or "
+                f"keeps them from running; call jax.config.update({name!r}, {wanted}) before using the engine"
+            )
+    for name in _TRANSFER_GUARDS:
+        if values.get(name) == "disallow_explicit":
+            raise errors.DeterminismError(
+                f"{name}: got 'disallow_explicit', which forbids every transfer, also those that an engine lives by; "
+                f"call jax.config.update({name!r}, 'disallow'), which forbids the ones that nobody asked for"
             )
 
 

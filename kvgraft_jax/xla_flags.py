@@ -65,7 +65,11 @@ def in_environment() -> tuple[str, ...]:
     text = os.environ.get(VARIABLE, "")
     if names_file(text):
         try:
+            if not pathlib.Path(text).is_file():  # A pipe would be waited for, a device read without end.
+                raise ValueError("there is no plain file of that name")
             text = pathlib.Path(text).read_bytes().decode(errors="surrogateescape")
+            if "\0" in text:
+                raise ValueError("it contains a NUL character")
         except (OSError, ValueError) as error:
             raise errors.DeterminismError(
                 f"{VARIABLE}: got {errors.shown(text)}, which XLA takes for the name of a file with flags, since it "

@@ -49,7 +49,10 @@ def test_a_backend_that_skips_roundings_is_noticed():
     assert "skips bfloat16 roundings" in run(code).stderr
 
 
-@pytest.mark.parametrize("option", ["jax_enable_x64", "jax_disable_jit", "jax_disable_most_optimizations"])
+@pytest.mark.parametrize(
+    "option",
+    ["jax_enable_x64", "jax_disable_jit", "jax_disable_most_optimizations", "jax_no_tracing", "jax_no_execution"],
+)
 def test_options_that_change_programs_are_refused_at_every_call(option):
     engine = tiny.engine()
     state = engine.prefill([1, 2, 3])

@@ -84,6 +84,12 @@ def test_another_position_is_refused():
     artifact = tiny.engine().capture(tiny.engine().prefill(tiny.tokens(10)))
     with pytest.raises(errors.InputError, match="position: got 8, wanted 0"):
         tiny.engine().graft(artifact, position=8)
+    for changes, told in (
+        ({"position": False}, "position: got False"),
+        ({"allow_inexact": "no"}, "got 'no', wanted True"),
+    ):
+        with pytest.raises(errors.InputError, match=told):
+            tiny.engine().graft(artifact, **changes)
 
 
 def test_the_last_slot_can_be_used():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from kvgraft_jax import digest, errors, xla_flags
@@ -122,3 +124,17 @@ def test_flags_under_which_bits_depend_on_threads_or_may_change_are_refused_by_n
 )
 def test_flags_that_leave_products_where_they_are_pass(flag):
     xla_flags.check([flag])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "NUL"])
+def test_a_file_of_flags_that_is_no_plain_text_is_refused(tmp_path, monkeypatch, kind):
+    path = tmp_path / "flags"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "NUL":
+        path.write_bytes(b"--xla_cpu_max_isa=\0AVX\0")
+    monkeypatch.setenv("XLA_FLAGS", "/dev/zero" if kind == "device" else str(path))
+    with pytest.raises(errors.DeterminismError, match="contains a NUL" if kind == "NUL" else "no plain file"):
+        xla_flags.in_environment()

@@ -171,7 +171,7 @@ def _digests(paths: list[pathlib.Path]) -> list[str]:
 
 def _remove_leftover(leftover: pathlib.Path) -> None:
     """Removes a scratch directory whose writer is dead, which is known from its lock being free."""
-    with contextlib.suppress(OSError), _flock(_open(leftover), fcntl.LOCK_NB):
+    with contextlib.suppress(OSError), _flock(_open(leftover, os.O_DIRECTORY), fcntl.LOCK_NB):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -180,17 +180,20 @@ def _locked(directory: pathlib.Path) -> Iterator[None]:
     """Holds the lock of a directory of containers; says so where another process holds it for long.
 
     A lock needs no right to write, so every user who can read the lock file can take it.
+
+    Raises:
+      StorageError: something else than a plain file stands in the place of the lock.
     """
     path = directory / _LOCK
-    try:
-        descriptor = _open(path)
-    except FileNotFoundError:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        except FileExistsError:
-            descriptor = _open(path)
-        else:  # Whoever may use the directory may lock it, whatever this user's umask.
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        try:  # Whoever may use the directory may lock it, whatever this user's umask.
             os.fchmod(descriptor, directory.stat().st_mode & 0o666)
+        finally:
+            os.close(descriptor)
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise errors.StorageError(f"{path}: a link or special file stands where the lock should be; delete it")
+    descriptor = _open(path)
     with _flock(descriptor, waits_for=str(path)):
         yield
 
@@ -202,13 +205,16 @@ def _share(path: str, directory: pathlib.Path) -> None:
     os.chmod(path, stat.S_IMODE(mode) | (shared if stat.S_ISDIR(mode) else shared & 0o066))
 
 
-def _open(path: pathlib.Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+def _open(path: pathlib.Path, more: int = 0) -> int:
+    """Opens a file or directory for a lock; never follows a link, and never waits for the other end of a pipe."""
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | more)
 
 
 @contextlib.contextmanager
 def _flock(descriptor: int, more: int = 0, waits_for: str = "") -> Iterator[None]:
     """Holds an exclusive lock on an open file or directory, and closes it; a process that ends in any way releases it.
+
+    The one exception: a child that was forked while the lock was held keeps it if its parent is killed before the end.
 
     Args:
       descriptor: of the file.

@@ -68,14 +68,16 @@ def plan_graft(
     """
     if not isinstance(artifact, artifact_lib.Artifact):
         raise errors.InputError(f"artifact: {errors.mistaken(artifact, 'Artifact')}")
+    if type(allow_inexact) is not bool:
+        raise errors.InputError(f"allow_inexact: got {errors.shown(allow_inexact)}, wanted True or False")
     differences = pin_lib.diff(pin, artifact.pin)
     refused = [d for d in differences if not (allow_inexact and d.field.split(".")[0] in MACHINE_FIELDS)]
     if refused:
         raise errors.PinMismatch(artifact.artifact_id, refused)
-    if position != 0:
+    if type(position) is not int or position != 0:
         raise errors.InputError(
-            f"position: got {position}, wanted 0: keys are stored after rotary encoding, so a graft at any but its own "
-            "position is not bit-exact and is refused"
+            f"position: got {errors.shown(position)}, wanted 0: keys are stored after rotary encoding, so a graft at any "
+            "position but its own is not bit-exact and is refused"
         )
     run_lib.plan_capacity(0, artifact.length, capacity, "of the artifact")
     model = config.model

@@ -7,6 +7,7 @@ is called damage: a system that is out of memory, threads or file handles says n
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 
@@ -20,6 +21,13 @@ _MAX_MANIFEST_BYTES = 1 << 24
 _ARRAYS = "arrays"
 _MAX_NOTE_BYTES = 1 << 20
 _MAX_ZARRAY_BYTES = 1 << 16
+_REMEDIES = {
+    errno.EMFILE: "Close files, or raise the limit of open files (ulimit -n).",
+    errno.ENFILE: "The system has too many open files; end other programs.",
+    errno.EACCES: "Make it writable or choose another directory.",
+    errno.EPERM: "Make it writable or choose another directory.",
+    errno.EROFS: "It cannot be written to; choose another directory.",
+}
 _OTHER_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
@@ -59,7 +67,8 @@ def save_artifact(artifact: artifact_lib.Artifact, directory: str | os.PathLike[
     except (errors.IntegrityError, OSError) as error:
         raise errors.StorageError(
             f"artifact {artifact_id} ({artifact.nbytes:,} bytes) could not be written to {place.parent}; nothing of it "
-            f"is left there. Free space or choose another directory. {type(error).__name__}: {str(error)[:400]}"
+            f"is left there. {_REMEDIES.get(getattr(error, 'errno', None), 'Free space or choose another directory.')} "
+            f"{type(error).__name__}: {str(error)[:400]}"
         ) from error
     return artifact_id
 

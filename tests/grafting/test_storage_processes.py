@@ -168,3 +168,13 @@ def test_a_foreign_file_is_refused_with_what_to_delete(entry, name, is_sealed):
     if is_sealed:
         entries.reseal(entry)
     assert storage.load_artifact(entry.parent, entry.name)
+
+
+@pytest.mark.parametrize("name", [".lock", ".writing-x"])
+def test_a_pipe_in_the_way_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    if name == ".lock":
+        with pytest.raises(errors.StorageError, match="special file stands where the lock should be; delete it"):
+            storage.save_artifact(entries.make_artifact(), tmp_path)
+        (tmp_path / name).unlink()
+    assert storage.save_artifact(entries.make_artifact(), tmp_path) in storage.list_artifacts(tmp_path)
