@@ -79,6 +79,7 @@ def test_a_directory_comes_first(hub, tmp_path):
     for name in (NAME, f"./{NAME}", f"{tmp_path}/{NAME}", f"../{tmp_path.name}/{NAME}"):
         found = hub_lib.find(name)
         assert (found.source, found.names) == (None, frozenset()) and found.directory.samefile(tmp_path / NAME)
+        assert found.directory.is_absolute()
     (tmp_path / NAME / "config.json").write_text("{}")
     assert hub_lib.find(NAME).names == {"config.json"}
     refused("config.json: is a file; wanted a directory", f"{NAME}/config.json")
@@ -89,6 +90,12 @@ def test_marks_of_a_directory_are_never_a_name_on_the_hub(hub, name):
     message = refused("there is no such directory; wanted a directory with config.json", name)
     assert "Hub" not in message and hub.requests == []
     refused("there is no such home directory", "~nobody-here/a", kind=errors.InputError)
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/x", "https://host/owner/model", "gs:/bucket/x"])
+def test_an_address_is_no_name(hub, name):
+    refused(f"hf:: got '{name}'; only local paths can be used, no addresses", name, kind=errors.InputError)
+    assert hub.requests == []
 
 
 @pytest.mark.parametrize(
@@ -179,7 +186,18 @@ def test_a_server_that_is_down(hub, monkeypatch):
 @pytest.mark.parametrize("address", ["nowhere", "ftp://127.0.0.1", "http://[", "http://127.0.0.1:port", "http://"])
 def test_an_address_that_is_none(hub, monkeypatch, address):
     monkeypatch.setattr(hub_constants, "ENDPOINT", address)
-    refused("HF_ENDPOINT")
+    refused("HF_ENDPOINT is .*; set it to an address that begins with http or https")
+
+
+@pytest.mark.parametrize("address", ["ftp://127.0.0.1", "http://127.0.0.1:port", "127.0.0.1:port"])
+def test_an_address_of_a_proxy_that_is_none(hub, monkeypatch, address):
+    monkeypatch.setenv("https_proxy", address)
+    refused("the proxy for https is .*; set it to an address that begins with http or https or socks5")
+
+
+def test_an_address_of_a_proxy(hub, monkeypatch):
+    monkeypatch.setenv("https_proxy", "127.0.0.1:9")
+    assert hub_lib.find(NAME).source == SOURCE  # NO_PROXY names this machine.
 
 
 def test_a_token_that_is_none(hub, monkeypatch):
@@ -197,7 +215,7 @@ def test_a_cache_of_an_older_client_has_no_list_of_files(hub, monkeypatch):
     (listing / f"{hub_server.COMMIT}.json").unlink()
     forget_listings()
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
-    with pytest.warns(UserWarning, match="are taken for all of them"):
+    with pytest.warns(errors.KVGraftWarning, match="are taken for all of them"):
         alone = hub_lib.find(NAME)
     assert alone.source == SOURCE and alone.names == found.names - {
         "README.md",

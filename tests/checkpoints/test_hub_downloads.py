@@ -9,6 +9,7 @@ import shutil
 
 import huggingface_hub
 from huggingface_hub import constants as hub_constants
+import pytest
 
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints.hf import hub as hub_lib
@@ -73,6 +74,34 @@ def test_no_space(hub, monkeypatch):
         monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
         monkeypatch.setattr(hub_lib, "_NOT_CACHED", (*hub_lib._NOT_CACHED, type(error)))
         refused("the disk is full; free some space", kind=errors.ResourceError)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (RuntimeError("can't start new thread"), errors.ResourceError, "start new thread.*nothing is known against"),
+        (OSError(errno.EMFILE, "Too many open files"), errors.ResourceError, "ulimit"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), errors.ResourceError, "memory"),
+        (MemoryError(), errors.ResourceError, "memory"),
+        (RuntimeError("I/O error: Too many open files (os error 24)"), errors.ResourceError, "file handles"),
+        (RuntimeError("I/O error: broken pipe"), errors.WeightsError, "storage behind the Hub failed .*load it again"),
+        (RuntimeError("Data processing error: x"), errors.WeightsError, "storage behind the Hub failed"),
+        (json.JSONDecodeError("Expecting value", "<html>", 0), errors.WeightsError, "client of the Hub failed"),
+        (OSError(errno.EACCES, "Permission denied"), errors.WeightsError, "cannot be written"),
+        (RuntimeError("a mistake"), RuntimeError, "a mistake"),
+        (ValueError("a mistake"), ValueError, "a mistake"),
+        (TypeError("a mistake"), TypeError, "a mistake"),
+    ],
+)
+def test_what_fails_while_the_client_downloads(hub, monkeypatch, error, kind, message):
+    def fail(*_, local_files_only, **__):
+        raise hub_lib.hub_errors.LocalEntryNotFoundError("not cached") if local_files_only else error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    refused(message, kind=kind)
+    with pytest.raises(kind) as caught:
+        hub_lib.find(NAME)
+    assert type(caught.value) is kind
 
 
 def test_a_cache_that_cannot_be_written(hub, tmp_path, monkeypatch):

@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import errno
 import glob
+import json
 import os
 import pathlib
 import re
 import shutil
-from urllib import parse
+from urllib import parse, request
 import warnings
 
 import huggingface_hub
@@ -20,7 +21,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub import utils as hub_utils
 import tqdm
 
-from kvgraft_jax import errors, paths, progress, remembered
+from kvgraft_jax import device_memory, errors, paths, progress, remembered
 from kvgraft_jax.checkpoints.hf import config as config_lib
 from kvgraft_jax.checkpoints.hf import safetensors_file
 
@@ -35,8 +36,12 @@ _TEXTS = (
 )
 _LOGIN = "run `hf auth login`, or set HF_TOKEN to a token that may read it"
 _NOT_CACHED = (hub_errors.LocalEntryNotFoundError, hub_errors.CachedRepoTreeNotFoundError)
-# What the client raises: answers and connections, files and disks, addresses and tokens, the storage behind the Hub.
-_CLIENT_ERRORS = (hub_errors.HTTPError, OSError, ValueError, RuntimeError)
+# What the client raises: answers and connections, files and disks, a token that is not ASCII, what is no JSON.
+_CLIENT_ERRORS = (hub_errors.HTTPError, OSError, UnicodeEncodeError, json.JSONDecodeError)
+# How the storage behind the Hub begins what it tells in a RuntimeError.
+_STORAGE_SIGNS = ("I/O error", "IO error", "Network error", "Data processing error", "CAS service error")
+_SCHEMES = ("http", "https")
+_PROXY_SCHEMES = (*_SCHEMES, "socks5", "socks5h")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +71,18 @@ def find(name: str) -> Files:
         `../` or `~` is a directory.
 
     Raises:
-      InputError: a path that names nothing, such as the home directory of nobody.
+      InputError: a path that names nothing, such as the home directory of nobody, or an address.
       WeightsError: neither is found, the Hub cannot be reached or refuses, or a file is not the one that the Hub holds.
       ConfigError: a configuration that this package does not compute; raised before weights are downloaded.
-      ResourceError: the disk has too little space free.
+      ResourceError: the disk has too little space free, or memory, threads or file handles ran out.
     """
+    directory = paths.absolute(name, "hf:")
     is_path = name.startswith(_DIRECTORY_MARKS) or name in (".", "..")
-    directory = paths.absolute(name, "hf:") if is_path else pathlib.Path(name)
-    if directory.is_dir():
-        return Files(directory, frozenset(path.name for path in directory.iterdir() if path.is_file()), None)
-    if directory.exists():
-        raise errors.WeightsError(f"{directory}: is a file; wanted {_DIRECTORY}")
-    if is_path:
-        raise errors.WeightsError(f"{directory}: there is no such directory; wanted {_DIRECTORY}")
+    if is_path or os.path.exists(name):  # As the system has it: `..` behind what does not exist is nothing.
+        if directory.is_dir():
+            return Files(directory, frozenset(path.name for path in directory.iterdir() if path.is_file()), None)
+        problem = "is a file" if directory.exists() else "there is no such directory"
+        raise errors.WeightsError(f"{directory}: {problem}; wanted {_DIRECTORY}")
     repository, at, revision = name.partition("@")
     return _Repository(repository, revision if at else hub_constants.DEFAULT_REVISION).files()
 
@@ -135,6 +139,7 @@ class _Repository:
         warnings.warn(
             f"hf:{self}: the Hub gave no list of this model's files and the cache has none, so the files in "
             f"{directory} are taken for all of them",
+            errors.KVGraftWarning,
             stacklevel=2,
         )
         return {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
@@ -153,9 +158,9 @@ class _Repository:
 
     @contextlib.contextmanager
     def _as_ours(self) -> Iterator[None]:
-        """Turns what the client raises into a typed error that says what to do."""
+        """Turns what the client raises into a typed error that says what to do; a mistake of a program stays itself."""
+        self._check_addresses()
         try:
-            _ = parse.urlsplit(hub_constants.ENDPOINT).port  # A ValueError, where the client's own has no public name.
             yield
         except hub_errors.GatedRepoError as error:
             page = f"{hub_constants.ENDPOINT}/{self.name}"
@@ -165,10 +170,29 @@ class _Repository:
         except hub_errors.RevisionNotFoundError as error:
             problem = f"it has no revision {self.revision!r}"
             raise self._error(problem, "name a branch, tag or commit of it after the @") from error
-        except _CLIENT_ERRORS as error:
+        except (*_CLIENT_ERRORS, MemoryError, RuntimeError) as error:
+            if device_memory.is_want(error):
+                raise errors.ResourceError(
+                    f"hf:{self}: memory, threads or file handles ran out ({_said(error)}), and nothing is known "
+                    "against the model; end other programs, or raise the limit (ulimit -v, -u, -n), and load it again"
+                ) from error
             if _is_full(error):
                 raise errors.ResourceError(_no_space(f"hf:{self}: the disk is full")) from error
+            if not isinstance(error, _CLIENT_ERRORS) and not str(error).startswith(_STORAGE_SIGNS):
+                raise
             raise self._error(*_failure(error)) from error
+
+    def _check_addresses(self) -> None:
+        """Raises unless the Hub and the proxies have addresses; the client's own error has no public name."""
+        given = request.getproxies()
+        proxies = {kind: given[kind] for kind in (*_SCHEMES, "all") if given.get(kind)}
+        addresses = {f"the proxy for {kind}": address for kind, address in proxies.items()}
+        for name, address in {"HF_ENDPOINT": hub_constants.ENDPOINT, **addresses}.items():
+            schemes = _SCHEMES if name == "HF_ENDPOINT" else _PROXY_SCHEMES
+            is_whole = name == "HF_ENDPOINT" or "://" in address
+            if not _is_address(address if is_whole else f"http://{address}", schemes):
+                problem = f"it cannot be asked for, since {name} is {errors.shown(address)}"
+                raise self._error(problem, f"set it to an address that begins with {' or '.join(schemes)}")
 
     def _error(self, problem: str, remedy: str) -> errors.WeightsError:
         return errors.WeightsError(
@@ -185,7 +209,7 @@ def _failure(error: Exception) -> tuple[str, str]:
     """Returns what failed and what to do about it."""
     cause = error.__cause__ if isinstance(error, hub_errors.LocalEntryNotFoundError) else None
     error = cause or error
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    said = _said(error)
     status = error.response.status_code if isinstance(error, hub_errors.HfHubHTTPError) else None
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
         return (
@@ -206,7 +230,22 @@ def _failure(error: Exception) -> tuple[str, str]:
         return f"the cache {hub_constants.HF_HUB_CACHE} cannot be written ({said})", "set HF_HUB_CACHE to another"
     if isinstance(error, OSError):
         return f"a file did not arrive whole ({said})", "load it again"
+    if isinstance(error, RuntimeError):
+        return f"the storage behind the Hub failed ({said})", "load it again"
     return f"the client of the Hub failed ({said})", "check HF_ENDPOINT, HF_TOKEN and the proxy's address"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _is_address(text: str, schemes: Collection[str]) -> bool:
+    try:
+        address = parse.urlsplit(text)
+        _ = address.port  # Raises for one that is no number.
+    except ValueError:
+        return False
+    return address.scheme in schemes and bool(address.hostname)
 
 
 def _is_full(error: Exception) -> bool:
