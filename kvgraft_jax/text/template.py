@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 
-from kvgraft_jax import errors
+from kvgraft_jax import device_memory, errors
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import template_files, template_worker
 from kvgraft_jax.text import tokenizer as tokenizer_lib
@@ -76,7 +76,7 @@ def find_style(template: template_files.Template, tokenizer: tokenizer_lib.Token
     Raises:
       TokenizerError: the template cannot be parsed or rendered, or is none of the styles: the message names the first
         probe on which the closest style differs, and shows both prompts.
-      ResourceError: the process that renders it cannot be started.
+      ResourceError: the process that renders it cannot be started, is killed, or says that it lacks memory.
     """
     chats = [
         chat_lib.Chat(tokenizer, style)
@@ -149,9 +149,14 @@ def _render(template: template_files.Template, probes: Sequence[Mapping[str, obj
         raise _unstarted(template, str(error)) from error
     if done.returncode == -signal.SIGXCPU:
         raise _unusable(template, f"took more than {template_worker.SECONDS} seconds")
-    if done.returncode:  # Whatever the template itself does wrong is in the answer.
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-        raise _unstarted(template, f"it ended with {done.returncode} and said {errors.shown(last[0])}")
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()
+        last = said.splitlines()[-1] if said else "nothing"
+        ending = f"ended with {done.returncode} and said {errors.shown(last)}"
+        is_want = device_memory.is_want(RuntimeError(said)) or last.startswith("MemoryError")
+        if is_want or done.returncode == -signal.SIGKILL:  # The system kills where memory or time has run out.
+            raise _unstarted(template, f"it {ending}")
+        raise _unusable(template, f"crashes the process that renders it, which {ending}")
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise _unusable(template, f"does not parse ({answer['error']})")

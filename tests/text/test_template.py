@@ -143,6 +143,26 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_template(monkeypatch):
         style_of(chat_templates.GEMMA3, 3)
 
 
+@pytest.mark.parametrize(
+    ("ending", "kind", "message"),
+    [
+        ("kill -SEGV $$", errors.TokenizerError, "the template crashes the process that renders it, .* ended with -11"),
+        ("echo 'KeyError: x' >&2; exit 1", errors.TokenizerError, "crashes .* ended with 1 and said 'KeyError: x'"),
+        ("kill -KILL $$", errors.ResourceError, "could not do so .it ended with -9"),
+        ('echo "RuntimeError: can\'t start new thread" >&2; exit 1', errors.ResourceError, "start new thread"),
+        ("echo 'Cannot allocate memory' >&2; echo 'more' >&2; exit 1", errors.ResourceError, "said 'more'"),
+        ("echo MemoryError >&2; exit 1", errors.ResourceError, "end other programs"),
+    ],
+)
+def test_only_want_of_resources_is_called_so(tmp_path, monkeypatch, ending, kind, message):
+    worker = tmp_path / "worker"
+    worker.write_text(f"#!/bin/sh\ncat > {tmp_path}/request\n{ending}\n")
+    worker.chmod(0o700)
+    monkeypatch.setattr(template_lib.sys, "executable", str(worker))
+    with pytest.raises(kind, match=message):
+        style_of(chat_templates.GEMMA3, 3)
+
+
 def write(directory, **texts):
     for name, text in texts.items():
         (directory / name.replace("__", ".")).write_text(text)
