@@ -13,27 +13,26 @@ MAX_VOCAB_SIZE = 1 << 31
 """Ids fit an int32."""
 
 
-def check(token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+def check(token_ids: Iterable[int], vocab_size: int, name: str = "token_ids") -> tuple[int, ...]:
     """Returns the ids as Python ints; there may be none.
 
     Args:
       token_ids: integers of any type, NumPy's and jax's among them, in any iterable that has an order.
       vocab_size: V.
+      name: what they are, as messages call it.
 
     Raises:
       InputError: names the position of anything but an integer from 0 to V - 1; or got text, a set or the like.
     """
     if isinstance(token_ids, str | bytes):
-        raise errors.InputError(
-            "token_ids: got text, wanted a list of int; encode it with model.tokenizer.encode(text)"
-        )
+        raise errors.InputError(f"{name}: got text, wanted a list of int; encode it with model.tokenizer.encode(text)")
     try:
         given = None if isinstance(token_ids, set | frozenset | Mapping) else tuple(token_ids)
     except TypeError:
         given = None
     if given is None:
-        raise errors.InputError(f"token_ids: {errors.mistaken(token_ids, 'a list of int')}")
-    return tuple(_checked(token_id, vocab_size, f"token_ids[{place}]") for place, token_id in enumerate(given))
+        raise errors.InputError(f"{name}: {errors.mistaken(token_ids, 'a list of int')}")
+    return tuple(_checked(token_id, vocab_size, f"{name}[{place}]") for place, token_id in enumerate(given))
 
 
 def checked_one(token_id: int, vocab_size: int) -> int:

@@ -241,6 +241,8 @@ def test_a_step_needs_no_more_memory_in_a_larger_cache():
 def test_stop_tokens_that_are_none(monkeypatch):
     state = tiny.engine().prefill([3, 4])
     monkeypatch.setattr(tiny.engine().runner.programs, "step", lambda *_: pytest.fail("a step ran"))
+    with pytest.raises(errors.InputError, match=r"^stop_ids\[1\]: got -1, wanted 0 to "):
+        tiny.engine().generate(state, stop_ids=[1, -1])
     for stop_ids in (0, False, ["a"], [[1]], [10**5000]):
         with pytest.raises(errors.InputError):
             tiny.engine().generate(state, stop_ids=stop_ids)

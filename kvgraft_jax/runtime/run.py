@@ -76,7 +76,7 @@ def plan_stops(stop_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
         planned = tuple(stop_ids)
     except TypeError:
         raise errors.InputError(f"stop_ids: got {errors.shown(stop_ids)}, wanted a list of int, or None") from None
-    return plan_tokens(planned, vocab_size) if planned else ()
+    return token_ids_lib.check(planned, vocab_size, name="stop_ids")
 
 
 def plan_capacity(held: int, wanted: int, capacity: int, what: str) -> None:
