@@ -9,7 +9,7 @@ import pathlib
 import jax
 import pytest
 
-from kvgraft_jax import determinism, errors, remembered, thread_test
+from kvgraft_jax import determinism, errors, thread_test
 from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -84,12 +84,18 @@ def test_a_damaged_entry_is_no_proof(cache, runs):
     assert len(runs) == 4
 
 
-def test_a_machine_that_runs_no_child_is_warned_of_and_asked_again(monkeypatch):
-    for executable in ("/nowhere/python", "/bin/false"):
-        monkeypatch.setattr(thread_test.sys, "executable", executable)
-        with pytest.warns(errors.KVGraftWarning, match=r"not compared with those on 1 thread"):
-            check()
-    assert remembered.get(thread_test._key(tiny.engine().step_config, b"{}")) is None
+def test_a_machine_that_runs_no_child_is_warned_of_and_asked_again(cache, monkeypatch):
+    with monkeypatch.context() as patch:
+        for executable in ("/nowhere/python", "/bin/false"):
+            patch.setattr(thread_test.sys, "executable", executable)
+            with pytest.warns(errors.KVGraftWarning, match=r"not compared with those on 1 thread"):
+                check()
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+    ran: list[int] = []
+    monkeypatch.setattr(thread_test, "_run", lambda config, threads: ran.append(threads) or "same")
+    check()
+    assert ran == [1, 3]
+    assert [path for path in cache.rglob("*") if path.is_file()] != []  # Where an entry would have been seen.
 
 
 @pytest.mark.slow
