@@ -254,7 +254,7 @@ def cpu_description() -> dict[str, Any]:
 
 
 def instructions(architecture: str, features: list[str]) -> list[str]:
-    """Returns, sorted, those of a CPU's features that are instructions for numbers; all of an unknown architecture."""
+    """Sorts those of a CPU's features that are instructions for numbers; all of an unknown architecture."""
     family = _INSTRUCTIONS.get(architecture)
     return sorted({feature for feature in features if family is None or family.fullmatch(feature)})
 

@@ -52,10 +52,12 @@ def check(model: str, needed: int, devices: Iterable[jax.Device], purpose: str, 
 
 
 def available(device: jax.Device) -> int | None:
-    """Free bytes of a device, or None where it does not tell: of the host, what neither it, a container nor a limit of
-    the process (`ulimit -v`, `ulimit -d`) denies."""
+    """Returns the free bytes of a device, or None where it does not tell.
+
+    Of the host: what neither it, a container nor a limit of the process (`ulimit -v`, `ulimit -d`) denies.
+    """
     if device.platform == "cpu":
-        return min([psutil.virtual_memory().available, *group_rooms(_PROCESS_GROUPS, _GROUPS), *_process_limits()])
+        return min([psutil.virtual_memory().available, *group_free_bytes(_PROCESS_GROUPS, _GROUPS), *_process_limits()])
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats or "bytes_in_use" not in stats:
         return None
@@ -70,7 +72,7 @@ def is_want(error: BaseException) -> bool:
 
 
 def _process_limits() -> list[int]:
-    """Bytes that each limit of the process still allows, less what threads and programs take of address space."""
+    """Returns the bytes that each limit of the process still allows, less what threads and programs take."""
     if sys.platform != "linux":
         return []
     used = psutil.Process().memory_info()
@@ -79,14 +81,14 @@ def _process_limits() -> list[int]:
     return [max(0, most - present - _RESERVE) for most, present in soft if most != resource.RLIM_INFINITY]
 
 
-def group_rooms(process_groups: pathlib.Path, root: pathlib.Path) -> list[int]:
-    """Bytes that each control group of a process still allows; empty where there are none or no limits.
+def group_free_bytes(process_groups: pathlib.Path, root: pathlib.Path) -> list[int]:
+    """Returns the bytes that each control group of a process still allows; empty without groups or limits.
 
     Args:
       process_groups: a file like /proc/self/cgroup.
       root: where the groups are mounted, as /sys/fs/cgroup.
     """
-    rooms = []
+    free = []
     for line in _read(process_groups).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -95,14 +97,14 @@ def group_rooms(process_groups: pathlib.Path, root: pathlib.Path) -> list[int]:
         top = root / "memory" if controllers else root
         group = top / path.lstrip("/")
         while group.is_relative_to(top):
-            rooms += [room for names in _FILES if (room := _room(group, *names)) is not None]
+            free += [left for names in _FILES if (left := _free_bytes(group, *names)) is not None]
             if group == top:
                 break
             group = group.parent
-    return rooms
+    return free
 
 
-def _room(group: pathlib.Path, limit_file: str, use_file: str, reclaimable: str) -> int | None:
+def _free_bytes(group: pathlib.Path, limit_file: str, use_file: str, reclaimable: str) -> int | None:
     limit, use = _read(group / limit_file).strip(), _read(group / use_file).strip()
     if not limit.isdecimal() or not use.isdecimal():
         return None

@@ -56,7 +56,7 @@ class Engine:
 
     Raises:
       ConfigError: sizes that make no sense.
-      InputError: a model that is none.
+      InputError: not a Model.
       ResourceError: the device has no memory for the tables and one cache; raised before they are allocated.
       DeterminismError: XLA does not run in the exact configuration.
     """
@@ -233,7 +233,9 @@ class Engine:
         return list(decoded.token_ids), after
 
     def score(self, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:
-        """Next-token logits at every position of a fresh context: float32 [T, V], 4 V bytes a token, on the host.
+        """Computes next-token logits at every position of a fresh context: float32 [T, V] on the host.
+
+        The result takes 4 V bytes a token.
 
         Exact: row t is bit-equal to the logits after a prefill of tokens 0..t, as long as all values are finite.
 
@@ -339,7 +341,7 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _warn_beyond(name: str, capacity: int, max_positions: int) -> None:
-    """Warns, once per process, of more tokens than the model has ever seen in one text."""
+    """Warns once per process of more tokens than the model has ever seen in one text."""
     if capacity > max_positions:
         warnings.warn(
             f"capacity: got {capacity} tokens, but {name} was trained on {max_positions} positions; what it computes "

@@ -162,7 +162,9 @@ _OF_ANOTHER_KIND = {
     ("Engine", "Model"): "engine.model is one",
     ("str", "Artifact"): "load_artifact(directory, artifact_id) gives one",
     ("State", "a list of int"): "state.token_ids is one; engine.extend(state, token_ids) goes on after a state",
-    ("Artifact", "a list of int"): "artifact.token_ids is one; engine.graft(artifact) puts it into a context unread",
+    ("Artifact", "a list of int"): (
+        "artifact.token_ids is one; engine.graft(artifact) restores it without reading the tokens again"
+    ),
 }
 
 

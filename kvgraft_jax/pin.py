@@ -147,6 +147,6 @@ def _holds_dict(value: Any) -> bool:
 
 
 def _join(name: str, key: str) -> str:
-    """Dotted name; a key that could be read as more than one name is quoted, so the name stays unique."""
+    """Returns a dotted name; a key that could be read as more than one name is quoted, so the name stays unique."""
     part = key if _PLAIN_NAME.fullmatch(key) else json.dumps(key)
     return f"{name}.{part}" if name else part

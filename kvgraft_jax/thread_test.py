@@ -53,7 +53,7 @@ def check(config: step_lib.StepConfig, device: jax.Device) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _check(config: step_lib.StepConfig, environment: bytes) -> None:
-    """As `check`, once per process; what raises is asked again."""
+    """Returns what `check` finds, once per process; what raises is asked again."""
     key = _key(config, environment)
     if remembered.get(key) == _PASSED:
         return

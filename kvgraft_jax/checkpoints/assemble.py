@@ -81,7 +81,7 @@ def collect(
     parameters = parameters_lib.parameters(config)
     total = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
     needed = sum(sharding_lib.share_bytes(p.shape, dtype, sharding_lib.of_parameter(mesh, p)) for p in parameters)
-    device_memory.check(origin, needed, sharding_lib.devices(mesh), "the parameters alone", "a smaller model")
+    device_memory.check(origin, needed, sharding_lib.devices(mesh), "only the parameters", "a smaller model")
     leaves, digests = {}, {}
     is_large, is_terminal = total > _PROGRESS_BYTES, progress.is_terminal()
     if is_large and not is_terminal:
@@ -96,7 +96,7 @@ def collect(
 
 
 def params_digest(digests: Mapping[str, str]) -> str:
-    """SHA-256 (hex) of a parameter tree, from the array digest of each path; the order does not matter."""
+    """Returns the SHA-256 (hex) of a parameter tree, from the array digest of each path in any order."""
     return digest_lib.json_digest(dict(digests))
 
 

@@ -58,7 +58,7 @@ class Fields:
         return value
 
     def flag(self, key: str) -> bool:
-        """True or false; false where it is missing or null."""
+        """Reads true or false; false where it is missing or null."""
         value = self.take(key, False)
         if not isinstance(value, bool):
             self.wrong(key, value, "true or false")

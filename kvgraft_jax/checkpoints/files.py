@@ -28,7 +28,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def existing_file(path: str | os.PathLike[str], wanted: str) -> pathlib.Path:
-    """`path`, or a `WeightsError` saying what was wanted there."""
+    """Returns `path`; `WeightsError` says what was wanted there if it is missing."""
     path = paths.absolute(path, "model file")
     if not path.is_file():
         state = "is a directory" if path.is_dir() else "does not exist"
@@ -44,7 +44,7 @@ def check_directory(path: pathlib.Path, wanted: str) -> None:
 
 
 def read_bytes(path: pathlib.Path, offset: int, size: int) -> np.ndarray:
-    """`size` bytes at `offset`, as a fresh uint8 array."""
+    """Reads `size` bytes at `offset`, as a fresh uint8 array."""
     raw = np.fromfile(path, np.uint8, count=size, offset=offset)
     if raw.size != size:
         raise errors.WeightsError(f"{path}: ends at byte {offset + raw.size}, wanted {offset + size}; was it replaced?")

@@ -48,7 +48,7 @@ def find_file(name: str) -> pathlib.Path:
     except OSError as error:
         raise errors.StorageError(
             f"package:{NAME}: its file could not be written to {target} ({error}); make space there, delete {target} "
-            "if it is not yours, or set XDG_CACHE_HOME to another directory"
+            "if another user owns it, or set XDG_CACHE_HOME to another directory"
         ) from error
     _sync(target.parent)
     return target

@@ -39,7 +39,7 @@ def cut(
     experts: int | None = None,
     per_layer: int | None = None,
 ) -> config_lib.GemmaConfig:
-    """`config` with other sizes; None leaves a size as it is.
+    """Returns `config` with other sizes; None leaves a size as it is.
 
     The first `layers` layers keep their kinds. Of a model whose last layers share keys and values, the cut one shares
     in the same proportion of its layers, rounded down, or in the most below it that leaves every kind a layer to share
@@ -120,7 +120,7 @@ def _shared_layers(config: config_lib.GemmaConfig, kinds: tuple[str, ...]) -> in
 def initialise(
     config: config_lib.GemmaConfig, seed: int, dtype: np.dtype, mesh: sharding.Mesh | None = None
 ) -> assemble.Assembled:
-    """Random parameters for `config`.
+    """Draws random parameters for `config`.
 
     Math: kernels and embeddings are uniform with variance 1 / fan-in (for an embedding its width, so that scaled
     embeddings and logits have variance near 1); norm weights and other factors are uniform within 0.25 of what leaves
@@ -163,8 +163,10 @@ def _uniform(
     dtype: np.dtype,
     place: sharding.Sharding | None = None,
 ) -> jax.Array:
-    """Multiples of `step`, uniform in `centre` ±2^23 steps: integer operations, then one rounding to float32 each for
-    the integer (none around 0) and its product with `step`."""
+    """Draws multiples of `step`, uniform in `centre` ±2^23 steps.
+
+    Integer operations, then one rounding to float32 each for the integer (none around 0) and its product with `step`.
+    """
     columns = shape[-1]
     rows = shape[:-1]
     index = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)

@@ -24,7 +24,7 @@ class Source(Protocol):
     shapes: Mapping[str, tuple[int, ...]]
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows `start` to `stop` of a tensor seen as a matrix [rows, columns]; a vector is one row.
+        """Reads rows `start` to `stop` of a tensor seen as a matrix [rows, columns]; a vector is one row.
 
         Exact: the stored values (dequantised in float32), as float32, float16 or bfloat16.
         """

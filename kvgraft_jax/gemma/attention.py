@@ -186,7 +186,7 @@ class Attention(nn.Module):
         start: jax.Array,
         count: jax.Array,
     ) -> tuple[jax.Array, cache_lib.LayerCache]:
-        """Attends; a layer that owns keys and values writes them first.
+        """Attends to the written slots; a layer that owns keys and values writes them first.
 
         Args:
           x_TxD: [T, D].

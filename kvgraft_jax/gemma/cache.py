@@ -70,7 +70,7 @@ def make_cache(
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "place"))
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, place: sharding.Sharding | None) -> jax.Array:
-    """Zeros made on the device: no number comes from the host."""
+    """Makes zeros on the device: no number comes from the host."""
     zeros = jnp.zeros(shape, dtype)
     return zeros if place is None else lax.with_sharding_constraint(zeros, place)
 

@@ -27,7 +27,7 @@ class Router(nn.Module):
 
     @nn.compact
     def __call__(self, x_TxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Args: x [T, D]. Returns: which experts a token goes through, bool [T, E]; their weights, float32 [T, E]."""
+        """Chooses the experts of every token of x [T, D]: bool [T, E], and their weights, float32 [T, E]."""
         num_experts, embed_dim = self.config.num_experts, x_TxD.shape[-1]
         scale_D = self.param("scale", nn.initializers.zeros_init(), (embed_dim,), x_TxD.dtype)
         expert_scale_E = self.param("per_expert_scale", nn.initializers.zeros_init(), (num_experts,), x_TxD.dtype)
@@ -58,7 +58,7 @@ class Experts(nn.Module):
     def __call__(
         self, x_TxD: jax.Array, is_chosen_TxE: jax.Array, weight_TxE: jax.Array, count: jax.Array
     ) -> jax.Array:
-        """Args: x [T, D]; the router's choice; int32 scalar, lanes from which on are idle. Returns: [T, D]."""
+        """Applies the experts that the router chose to x [T, D]; lanes from `count` on are idle. Returns [T, D]."""
         num_experts, hidden_dim, embed_dim = self.config.num_experts, self.config.hidden_dim, x_TxD.shape[-1]
         dtype = x_TxD.dtype
         initializer = nn.initializers.zeros_init()

@@ -118,7 +118,7 @@ class Embedder(nn.Module):
         self.embedding_VxD = self.param("embedding", nn.initializers.zeros_init(), shape, self.dtype)
 
     def encode(self, tokens_T: jax.Array) -> jax.Array:
-        """Embeddings [T, D] times sqrt(D), the square root itself rounded to the model dtype first."""
+        """Returns embeddings [T, D] times sqrt(D), the square root itself rounded to the model dtype first."""
         return look_up(self.embedding_VxD, tokens_T)
 
     def decode(self, hidden_TxD: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ class PerLayerEmbedder(nn.Module):
 
     @nn.compact
     def __call__(self, x_TxD: jax.Array, tokens_T: jax.Array) -> jax.Array:
-        """Args: scaled embeddings [T, D]; int32 [T]. Returns: [T, L, P]."""
+        """Computes the vectors [T, L, P] of scaled embeddings [T, D] and tokens int32 [T]."""
         embed_dim = x_TxD.shape[-1]
         shape = (self.vocab_size, self.num_layers, self.dim)
         table_VxLxP = self.param("embedding", nn.initializers.zeros_init(), shape, x_TxD.dtype)
@@ -56,5 +56,5 @@ class PerLayerInput(nn.Module):
         self.norm = layers.RMSNorm(self.eps)
 
     def __call__(self, x_TxD: jax.Array, vector_TxP: jax.Array) -> jax.Array:
-        """Args: stream [T, D]; this layer's vectors [T, P]. Returns: [T, D]."""
+        """Adds what this layer's vectors [T, P] give to the stream [T, D]."""
         return x_TxD + self.norm(self.proj(layers.gelu(self.gate(x_TxD)) * vector_TxP))

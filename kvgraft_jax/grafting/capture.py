@@ -50,7 +50,7 @@ def plan_capture(state: state_lib.State, policy: str) -> tuple[CapturePlan, ...]
 
 
 def first_visible_row(attention: config_lib.AttentionConfig, length: int) -> int:
-    """Oldest row that the token at position `length` can see."""
+    """Returns the oldest row that the token at position `length` can see."""
     return 0 if attention.window is None else max(0, length - (attention.window - 1))
 
 

@@ -80,12 +80,12 @@ class Comparison:
 
 
 def logits_sha256(logits_V: np.ndarray) -> str:
-    """SHA-256 (hex) of the little-endian float32 bytes of logits [V], and of nothing else."""
+    """Returns the SHA-256 (hex) of the little-endian float32 bytes of logits [V], and of nothing else."""
     return digest.bytes_digest(digest.array_bytes(np.asarray(logits_V, np.float32)))
 
 
 def hashes(state: state_lib.State, *, policy: str = manifest.VISIBLE_ROWS) -> StateHashes:
-    """Hashes of a state.
+    """Computes the hashes of a state.
 
     The K/V hash covers, of every layer, the rows that the policy keeps: by default those that a next token can still
     see, so that a state grafted without its older sliding rows can be compared with a fresh one.
@@ -99,7 +99,7 @@ def hashes(state: state_lib.State, *, policy: str = manifest.VISIBLE_ROWS) -> St
 
 
 def kl_nats(logits_a_V: np.ndarray, logits_b_V: np.ndarray) -> float:
-    """KL divergence of two next-token distributions.
+    """Computes the KL divergence of two next-token distributions.
 
     Math: sum_i p_i (log p_i - log q_i), p and q the softmax of the logits (Kullback and Leibler 1951).
     Exact: 0.0 for equal logits.

@@ -139,7 +139,7 @@ def _read_seal(entry: pathlib.Path, size: int | None, artifact_id: str) -> dict[
 
 
 def _walk(entry: pathlib.Path, artifact_id: str) -> dict[str, int]:
-    """Size of each file under `entry` by its relative path; empty folders count as files, links are refused."""
+    """Returns the size of each file under `entry` by relative path; empty folders count as files, links are refused."""
     found: dict[str, int] = {}
     rest = [(entry, "")]
     while rest:

@@ -76,8 +76,8 @@ def plan_graft(
         raise errors.PinMismatch(artifact.artifact_id, refused)
     if type(position) is not int or position != 0:
         raise errors.InputError(
-            f"position: got {errors.shown(position)}, wanted 0: keys are stored after rotary encoding, so a graft anywhere "
-            "but at its own position is not bit-exact and is refused"
+            f"position: got {errors.shown(position)}, wanted 0: keys are stored after rotary encoding, so a graft "
+            "anywhere but at its own position is not bit-exact and is refused"
         )
     run_lib.plan_capacity(0, artifact.length, capacity, "of the artifact")
     model = config.model

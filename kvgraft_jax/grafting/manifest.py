@@ -57,7 +57,7 @@ class ArrayEntry:
         return digest.combine_leaves(self.dtype, self.shape, list(self.leaves))
 
     def document(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Returns plain JSON data."""
         return {"dtype": self.dtype, "shape": list(self.shape), "leaves": list(self.leaves)}
 
 
@@ -81,7 +81,7 @@ class StackEntry:
         return self.kv.shape
 
     def document(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Returns plain JSON data."""
         return {"kind": self.kind, "layers": list(self.layers), "start": self.start, "kv": self.kv.document()}
 
 

@@ -194,7 +194,7 @@ def _reason() -> str:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """One thread at a time; plain files, one chunk per array, no extras.
+    """Lets in one thread at a time; plain files, one chunk per array, no extras.
 
     Orbax's log is held back meanwhile: it warns on every save that this layout has nothing to merge, and prints the
     traces of errors that are raised here anyway.

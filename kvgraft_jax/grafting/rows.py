@@ -24,7 +24,7 @@ def read_block(array_SxKxH: jax.Array, block: jax.Array, *, kv_block: int) -> ja
 
 
 def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int, dtype: np.dtype) -> np.ndarray:
-    """Rows start..stop-1 of some layers on the host, in the model's dtype: [L, 2, stop - start, K, H]."""
+    """Reads rows start..stop-1 of some layers on the host, in the model's dtype: [L, 2, stop - start, K, H]."""
     like = layers[0].k_rot_SxKxH
     kv_Lx2xSxKxH = np.empty((len(layers), 2, stop - start, *like.shape[1:]), like.dtype)
     place = sharding_lib.whole(like.sharding.mesh if isinstance(like.sharding, sharding.NamedSharding) else None)
@@ -41,7 +41,7 @@ def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int, dtype: 
 
 
 def place_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int, mesh: sharding.Mesh | None = None) -> LayerCaches:
-    """Layer caches of `num_slots` slots that hold the given rows from slot `start` on, and zeros elsewhere.
+    """Makes layer caches of `num_slots` slots that hold the given rows from slot `start` on, and zeros elsewhere.
 
     Exact: bit-exact copy; no computation touches the rows, and the device arrays share no memory with the argument.
     """

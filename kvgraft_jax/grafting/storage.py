@@ -108,7 +108,7 @@ def load_artifact(directory: str | os.PathLike[str], artifact_id: str) -> artifa
 
 
 def list_artifacts(directory: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Ids of the entries in a directory, sorted; not checked. Empty if there is no such directory.
+    """Lists the ids of the entries in a directory, sorted; not checked. Empty if there is no such directory.
 
     Raises:
       InputError: `directory` cannot be used.

@@ -44,7 +44,7 @@ class Encoding:
         return int(np.count_nonzero(self.frequencies()))
 
     def frequencies(self, rule: str = rotary_lib.ENGINE_RULE) -> np.ndarray:
-        """Radians per position of each pair, float32 [R]; `rule` as for `rotary_frequencies`."""
+        """Returns the radians per position of each pair, float32 [R]; `rule` as for `rotary_frequencies`."""
         return rotary_lib.rotary_frequencies(self.head_dim, self.rotary, rule=rule)
 
 

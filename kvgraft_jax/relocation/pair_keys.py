@@ -19,7 +19,7 @@ WITNESSES = ((1.0, 0.0), (1.0, 1.0), (3.0, 1.0))
 def rerotation_witnesses(
     table: tables_lib.Table, num_shifts: int, scheme: keys.Scheme = keys.ENGINE_F32, *, max_tries: int = 16
 ) -> np.ndarray:
-    """Finds, for every shift 0 < |d| < n, the number of positions until one of `WITNESSES` is rotated wrongly.
+    """Finds for every shift 0 < |d| < n the number of positions until one of `WITNESSES` is rotated wrongly.
 
     A witness at p is a key that, stored at p and rotated by d, is not the fresh key of p + d. The first position
     that a shift admits is the larger of 1 and -d.

@@ -131,12 +131,12 @@ def run(
 
 
 def next_logits(runner: Runner, result: RunResult) -> jax.Array:
-    """Logits of the token after a run: float32 [V]."""
+    """Computes the logits of the token after a run: float32 [V]."""
     return heads(runner, result.hidden_TxD, result.lane)[0]
 
 
 def heads(runner: Runner, hidden_TxD: jax.Array, lane: int) -> tuple[jax.Array, ...]:
-    """Logits of the lanes of one head call from `lane` on: head_lanes arrays float32 [V]."""
+    """Computes the logits of the lanes of one head call from `lane` on: head_lanes arrays float32 [V]."""
     place = sharding.whole(runner.programs.config.mesh)
     return runner.programs.head(runner.params, hidden_TxD, jax.device_put(np.int32(lane), place))
 
@@ -144,7 +144,7 @@ def heads(runner: Runner, hidden_TxD: jax.Array, lane: int) -> tuple[jax.Array, 
 def score(
     runner: Runner, cache: cache_lib.Cache, token_ids: Sequence[int], start: int = 0, *, progress: bool = False
 ) -> np.ndarray:
-    """Next-token logits after each token of a run from position `start` on: float32 [T, V] on the host.
+    """Computes next-token logits after each token of a run from position `start` on: float32 [T, V] on the host.
 
     Exact: row t is bit-equal to the logits after a prefill of tokens 0..start + t, as long as all values are finite.
     """
@@ -189,7 +189,7 @@ def decode(
     num_pieces: int | None = None,
     on_token: Callable[[int, jax.Array], None] | None = None,
 ) -> Decoded:
-    """Greedy decoding: the token of the largest logit (the lowest id on a tie), one step of the same program each.
+    """Decodes greedily: the token of the largest logit (the lowest id on a tie), one step of the same program each.
 
     Tokens that the model suppresses are never chosen, nor those without a piece in the tokenizer; the logits given out
     are the model's own all the same.

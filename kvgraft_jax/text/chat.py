@@ -260,7 +260,7 @@ class Chat:
         return parts
 
     def _begin(self, system: str | None, thinking: bool) -> list[str]:
-        """Begin of text, and the system turn where there is one, with or without text."""
+        """Returns begin of text, and the system turn where there is one, with or without text."""
         if not isinstance(thinking, bool):
             raise errors.InputError(f"thinking: got {errors.shown(thinking)}, wanted True or False")
         if thinking and not self.can_think:
@@ -277,7 +277,7 @@ class Chat:
         return [_Control(self._style.end), "\n"]
 
     def _turns(self, messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
-        """Text of the system turn, or None, and user and model turns, alternating, as they stand in the prompt."""
+        """Returns the system turn's text or None, and the other turns, alternating, as they stand in the prompt."""
         if not isinstance(messages, Iterable):
             raise errors.InputError(f"messages: got {errors.shown(messages)}, wanted a list of Message")
         messages = list(messages)

@@ -96,7 +96,7 @@ def find_style(template: template_files.Template, tokenizer: tokenizer_lib.Token
             closest, agreed = f"as {chat.style!r}, {told[wrong]}", wrong
     names = " or ".join(f"?chat={chat.style}" for chat in chats)
     raise errors.TokenizerError(
-        f"{template.origin}: its prompts are none that this package writes: {closest}. To use a chat of this "
+        f"{template.origin}: no style of this package writes its prompts: {closest}. To use a chat of this "
         f"package all the same, state {names} after the model's URI"
     )
 

@@ -59,7 +59,7 @@ class Tokenizer:
         return self.backend.vocab_size
 
     def encode(self, text: str, bos: bool = False, control: bool = False) -> list[int]:
-        """Token ids of `text`.
+        """Encodes `text` as token ids.
 
         Args:
           text: any text without lone surrogates.
@@ -97,11 +97,11 @@ class Tokenizer:
         return Stream(self)
 
     def piece(self, token: int) -> str:
-        """Spelling of one token, as in the vocabulary."""
+        """Returns the spelling of one token, as in the vocabulary."""
         return self.backend.piece(token_ids.checked_one(token, self.vocab_size))
 
     def control_id(self, piece: str) -> int:
-        """Id of the control piece spelled `piece`; `TokenizerError` where the vocabulary has none."""
+        """Returns the id of the control piece spelled `piece`; `TokenizerError` where the vocabulary has none."""
         if piece not in self.controls:
             raise errors.TokenizerError(
                 f"control piece {piece!r}: not in this vocabulary; wanted that of the model whose template needs it"
@@ -197,7 +197,7 @@ def from_sentencepiece(model: bytes, origin: str) -> Tokenizer:
         processor.LoadFromSerializedProto(model)
         size = processor.vocab_size()
     except RuntimeError as error:
-        raise errors.TokenizerError(f"{origin}: no SentencePiece model ({error}); fetch the file again") from None
+        raise errors.TokenizerError(f"{origin}: not a SentencePiece model ({error}); fetch the file again") from None
     controls = [token for token, is_control in enumerate(processor.is_control(list(range(size)))) if is_control]
     names = dict(zip(processor.id_to_piece(controls), controls, strict=True))
     digest = hashlib.sha256(model).hexdigest()

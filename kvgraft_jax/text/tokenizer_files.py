@@ -70,14 +70,14 @@ def _check(directory: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, read: st
         problems += [f"{_JSON}: {problem}" for problem in _differences(tokenizer, directory / _JSON)]
     if problems:
         raise errors.TokenizerError(
-            f"{directory}: {read} is used, but the files beside it tell of other tokens: "
+            f"{directory}: {read} is used, but the files beside it list other tokens: "
             f"{'; '.join(problems[:8])}. Remove the file that is not of this model; for tokens that were added, keep "
             f"{_JSON} with them and remove {_MODEL}"
         )
 
 
 def _tokens(directory: pathlib.Path, settings: Mapping[str, object]) -> Iterator[tuple[str, str, int]]:
-    """File, spelling and id of every token that the files beside a tokenizer add."""
+    """Yields file, spelling and id of every token that the files beside a tokenizer add."""
     for content, token in read_object(directory / _ADDED).items():
         yield _ADDED, content, token
     decoder = settings.get("added_tokens_decoder")
@@ -86,7 +86,7 @@ def _tokens(directory: pathlib.Path, settings: Mapping[str, object]) -> Iterator
 
 
 def _special(document: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Key and spelling of every special token that a document names."""
+    """Yields key and spelling of every special token that a document names."""
     for key, value in document.items():
         if key in _LISTS:
             values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -128,7 +128,7 @@ def test_a_template_of_the_other_family(tmp_path, family):
     uri = hugging_face(tmp_path / "m", family)
     (tmp_path / "m" / "tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_model())
     (tmp_path / "m" / "chat_template.jinja").write_text(chat_templates.STOCK[STYLES[7 - family]])
-    with pytest.raises(errors.TokenizerError, match="its prompts are none that this package writes"):
+    with pytest.raises(errors.TokenizerError, match="no style of this package writes its prompts"):
         load.load_model(uri)
 
 

@@ -158,10 +158,10 @@ def test_the_limit_of_a_control_group_counts(tmp_path):
     (old / "memory.usage_in_bytes").write_text("1000\n")
     groups = tmp_path / "cgroup"
     groups.write_text("4:memory:/box\n3:cpuset:/box\n0::/outer/inner\n")
-    assert device_memory.group_rooms(groups, tmp_path) == [-100, 3800]
+    assert device_memory.group_free_bytes(groups, tmp_path) == [-100, 3800]
     (inner / "memory.max").write_text("max\n")
-    assert device_memory.group_rooms(groups, tmp_path) == [-100]
-    assert device_memory.group_rooms(tmp_path / "none", tmp_path) == []
+    assert device_memory.group_free_bytes(groups, tmp_path) == [-100]
+    assert device_memory.group_free_bytes(tmp_path / "none", tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_killed_depositor_leaves_nothing_or_a_whole_entry(tmp_path):
     assert storage.load_artifact(tmp_path, entries.make_artifact(999_998).artifact_id) == entries.make_artifact(999_998)
 
 
-def test_rooms_of_the_living_are_kept_and_those_of_the_dead_swept(tmp_path):
+def test_scratch_directories_of_the_living_are_kept_and_those_of_the_dead_swept(tmp_path):
     (tmp_path / ".writing-dead" / "entry").mkdir(parents=True)
     (tmp_path / ".writing-dead" / "entry" / "half").write_bytes(b"x")
     with container.writing(tmp_path) as living:

@@ -206,7 +206,7 @@ def test_models_get_the_style_of_their_template(tmp_path):
     settings.write_text(json.dumps({"chat_template": chat_templates.GEMMA3}))
     assert load.load_model(uri).chat.style == "gemma3"
     settings.write_text(json.dumps({"chat_template": "[INST]"}))
-    with pytest.raises(errors.TokenizerError, match="its prompts are none that this package writes"):
+    with pytest.raises(errors.TokenizerError, match="no style of this package writes its prompts"):
         load.load_model(uri)
     settings.write_text("{}")
     (tmp_path / "hf" / "chat_template.jinja").write_text(chat_templates.GEMMA3)

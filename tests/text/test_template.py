@@ -61,7 +61,9 @@ def test_a_stock_template_is_accepted(style, family, form):
 def test_a_near_miss_is_refused(style, old, new, probe):
     source = chat_templates.STOCK[style]
     assert old in source
-    with pytest.raises(errors.TokenizerError, match=f"FILE: its prompts are none.*the probe '{probe}") as raised:
+    with pytest.raises(
+        errors.TokenizerError, match=f"FILE: no style of this package writes its prompts.*the probe '{probe}"
+    ) as raised:
         style_of(source.replace(old, new), chat_templates.FAMILIES.get(style, 3))
     assert "the template has '" in str(raised.value)
     assert "?chat=" in str(raised.value)
@@ -80,7 +82,7 @@ def test_both_prompts_are_shown_around_the_place_where_they_part():
 
 @pytest.mark.parametrize("style", chat_templates.FAMILIES)
 def test_a_template_of_the_other_family_is_refused(style):
-    with pytest.raises(errors.TokenizerError, match="its prompts are none that this package writes"):
+    with pytest.raises(errors.TokenizerError, match="no style of this package writes its prompts"):
         style_of(chat_templates.STOCK[style], 7 - chat_templates.FAMILIES[style])
 
 

@@ -102,7 +102,7 @@ class GGUFSource:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of one tensor; see `source.Source`."""
+        """Reads rows of one tensor; see `source.Source`."""
         parts = self.tensors[name].parts
         rows = parts[0].shape[-2] if len(parts) > 1 else stop
         blocks = []

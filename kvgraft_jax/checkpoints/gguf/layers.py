@@ -12,14 +12,14 @@ from kvgraft_jax.gemma import config as config_lib
 
 
 def vocab_size(fields: fields_lib.Fields, tensors: Mapping[str, gguf_header.StoredTensor]) -> int:
-    """Rows of the embedding table; notes metadata that says otherwise."""
+    """Counts the rows of the embedding table; notes metadata that says otherwise."""
     rows = tensors["token_embd.weight"].shape[0]
     fields.only("vocab_size", rows)
     return rows
 
 
 def rotary_base(fields: fields_lib.Fields, key: str, default: float | None = None) -> float:
-    """Theta under `key`, above 1."""
+    """Reads theta under `key`, above 1."""
     base = decimal(fields.real(key, default))
     if base > 1:
         return base

@@ -78,7 +78,7 @@ def parse(fields: fields_lib.Fields, name: str, is_unified: bool) -> config_lib.
 
 
 def _heads(fields: fields_lib.Fields, kinds: tuple[str, ...], values_are_keys: bool) -> dict[str, tuple[int, int]]:
-    """Key/value heads and head width of either attention kind."""
+    """Reads key/value heads and head width of either attention kind."""
     usual = fields.integer("num_key_value_heads", 4), fields.integer("head_dim", 256)
     full = usual[0], fields.integer("global_head_dim", 512)
     key = "num_global_key_value_heads"

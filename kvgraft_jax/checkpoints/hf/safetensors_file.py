@@ -67,7 +67,7 @@ class SafetensorsSource:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of one tensor; see `source.Source`."""
+        """Reads rows of one tensor; see `source.Source`."""
         tensor = self.tensors[name]
         dtype, columns = _DTYPES[tensor.dtype], tensor.shape[-1]
         row = columns * dtype.itemsize

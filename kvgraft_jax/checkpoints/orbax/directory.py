@@ -88,7 +88,7 @@ class OrbaxSource:
         return {name: place.shape for name, place in self.places.items() if place.array in self.arrays}
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of one tensor; see `source.Source`."""
+        """Reads rows of one tensor; see `source.Source`."""
         block = self._block
         if block is None or block.name != name or not block.start <= start <= stop <= block.start + len(block.rows):
             self._block = None  # Two large blocks need not lie in memory at once.
@@ -163,7 +163,7 @@ def find_tokenizer(source: OrbaxSource) -> tokenizer_lib.Tokenizer | None:
 
 
 def _checkpoint_directory(directory: pathlib.Path) -> pathlib.Path:
-    """`directory`, or the one in it in which Orbax put the arrays (`default`, `state`, ...)."""
+    """Returns `directory`, or the one in it that holds the arrays (`default`, `state`, ...)."""
     files.check_directory(directory, "that Orbax wrote")
     found = [place for place in (directory, *sorted(directory.iterdir())) if _is_checkpoint(place)]
     unfinished = [place for place in found if _UNFINISHED in place.name]
