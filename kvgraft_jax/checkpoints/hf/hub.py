@@ -36,7 +36,7 @@ _TEXTS = (
 )
 _LOGIN = "run `hf auth login`, or set HF_TOKEN to a token that may read it"
 _NOT_CACHED = (hub_errors.LocalEntryNotFoundError, hub_errors.CachedRepoTreeNotFoundError)
-# What the client raises: answers and connections, files and disks, a token that is not ASCII, what is no JSON.
+# What the client raises: answers and connections, files and disks, a token that is not ASCII, what is not JSON.
 _CLIENT_ERRORS = (hub_errors.HTTPError, OSError, UnicodeEncodeError, json.JSONDecodeError)
 # How the storage behind the Hub begins what it tells in a RuntimeError.
 _STORAGE_SIGNS = ("I/O error", "IO error", "Network error", "Data processing error", "CAS service error")
@@ -242,7 +242,7 @@ def _said(error: Exception) -> str:
 def _is_address(text: str, schemes: Collection[str]) -> bool:
     try:
         address = parse.urlsplit(text)
-        _ = address.port  # Raises for one that is no number.
+        _ = address.port  # Raises for one that is not a number.
     except ValueError:
         return False
     return address.scheme in schemes and bool(address.hostname)
