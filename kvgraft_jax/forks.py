@@ -8,6 +8,12 @@ from kvgraft_jax import errors
 
 _is_used = False
 _is_lost = False
+_is_forked = False
+
+
+def is_forked() -> bool:
+    """Tells whether this process was forked from one that had imported this package."""
+    return _is_forked
 
 
 def use_tensorstore(what: str) -> None:
@@ -31,8 +37,8 @@ def use_tensorstore(what: str) -> None:
 
 
 def _note_child() -> None:
-    global _is_lost
-    _is_lost = _is_used
+    global _is_lost, _is_forked
+    _is_lost, _is_forked = _is_used, True
 
 
 os.register_at_fork(after_in_child=_note_child)

@@ -2,8 +2,9 @@
 
 A pin holds the text of the programs, but executables decide bits: one read from a compilation cache, or a library that
 is not what it says, may compute otherwise under the same text. So the engine's own executables run on fixed tokens, at
-its own capacity, and the SHA-256 of what they leave stands in the pin. The tokens go through whole steps and then one
-at a time as well, which has to give the same bits: that is what a library whose bits depend on the cut does not do.
+its own capacity, and the SHA-256 of what they leave stands in the pin. The tokens go through steps of full width (one
+step where the width exceeds the K/V block) and then one at a time as well, which has to give the same bits: a library
+whose bits depend on the cut does not do that.
 """
 
 from __future__ import annotations

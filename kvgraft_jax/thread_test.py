@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import pathlib
 import pickle
 import subprocess
 import sys
@@ -20,7 +18,7 @@ import warnings
 import flax
 import jax
 
-from kvgraft_jax import determinism, digest, errors, remembered, self_test
+from kvgraft_jax import children, determinism, digest, errors, remembered, self_test
 from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import rotary
@@ -82,11 +80,8 @@ def _key(config: step_lib.StepConfig, environment: bytes) -> list[Any]:
 
 def _run(config: step_lib.StepConfig, threads: int) -> str | None:
     """Runs the self-test of the cut model in a child process; None, with a warning, where no child can run."""
-    root = str(pathlib.Path(__file__).parents[1])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = dict(os.environ, NPROC=str(threads), JAX_PLATFORMS="cpu", PYTHONPATH=path)
-    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    command = [sys.executable or "python", "-m", "kvgraft_jax.thread_test"]
+    environment = children.environment(NPROC=str(threads), JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false")
+    command = children.command("kvgraft_jax.thread_test")
     cut = pickle.dumps(dataclasses.replace(config, model=_cut(config.model)))
     try:
         done = subprocess.run(command, input=cut, env=environment, capture_output=True, timeout=_SECONDS)

@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 
-from kvgraft_jax import digest, errors
+from kvgraft_jax import digest, errors, remembered
 
 VARIABLE = "XLA_FLAGS"
 
@@ -196,7 +196,12 @@ def _without_path(flag: str) -> str:
         return flag
     path = pathlib.Path(value)
     if path.is_dir():
-        return f"{name}=(a directory)"
+        parts = [
+            [str(file.relative_to(path)), remembered.file_digest(file)]
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
+        ]
+        return f"{name}=(a directory of sha256 {digest.json_digest(parts)})"
     try:
         return f"{name}=sha256:{digest.file_digest(path)}"
     except OSError:

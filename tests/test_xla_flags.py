@@ -73,11 +73,14 @@ def test_flags_that_only_dump_stay_out_and_paths_never_enter(tmp_path):
         "--xla_gpu_gemm_autotuner_override_file=/not/there",
         f"--xla_gpu_cuda_data_dir={tmp_path}",
     )
-    assert xla_flags.deciding(flags, ()) == (
+    *files, folder = xla_flags.deciding(flags, ())
+    assert files == [
         f"--xla_gpu_load_autotune_results_from=sha256:{digest.bytes_digest(b'tiles')}",
         "--xla_gpu_gemm_autotuner_override_file=(absent)",
-        "--xla_gpu_cuda_data_dir=(a directory)",
-    )
+    ]
+    assert folder.startswith("--xla_gpu_cuda_data_dir=(a directory of sha256 ") and str(tmp_path) not in folder
+    (tmp_path / "libdevice").write_text("another part of the compiler")
+    assert xla_flags.deciding(flags, ())[2] != folder
 
 
 @pytest.mark.parametrize(

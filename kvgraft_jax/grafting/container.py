@@ -185,12 +185,15 @@ def _locked(directory: pathlib.Path) -> Iterator[None]:
       StorageError: something else than a plain file stands in the place of the lock.
     """
     path = directory / _LOCK
-    with contextlib.suppress(FileExistsError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    if not os.path.lexists(path):
+        descriptor, made = tempfile.mkstemp(prefix=f"{_LOCK}-", dir=directory)
         try:  # Whoever may use the directory may lock it, whatever this user's umask.
             os.fchmod(descriptor, directory.stat().st_mode & 0o666)
+            with contextlib.suppress(FileExistsError):
+                os.link(made, path)
         finally:
             os.close(descriptor)
+            os.unlink(made)
     if not stat.S_ISREG(path.lstat().st_mode):
         raise errors.StorageError(f"{path}: a link or special file stands where the lock should be; delete it")
     descriptor = _open(path)

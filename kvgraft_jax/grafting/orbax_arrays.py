@@ -24,7 +24,7 @@ import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from kvgraft_jax import digest, errors, forks
+from kvgraft_jax import children, device_memory, digest, errors, forks
 
 STATE = "state"
 NOTES = ("_CHECKPOINT_METADATA", "orbax.checkpoint", f"{STATE}/_METADATA")
@@ -95,8 +95,8 @@ def save(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
         forks.use_tensorstore("saving an artifact")  # So that a child forked later knows.
         try:
             _save_here(path, arrays)
-        except RuntimeError:  # Perhaps the last thread went to someone else, or the process began to end.
-            if _can_run_here():
+        except RuntimeError as error:  # Perhaps the last thread went to someone else, or the process began to end.
+            if _can_run_here() and not device_memory.is_want(error):
                 raise
             for begun in path.parent.glob(f"{path.name}*"):
                 shutil.rmtree(begun)
@@ -116,25 +116,12 @@ def _save_here(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
         raise OSError(str(error)[:_LAST_WORDS]) from error
 
 
-class _Process:
-    """What is known of this process; a fork changes it."""
-
-    is_forked = False
-
-    @classmethod
-    def fork(cls) -> None:
-        cls.is_forked = True
-
-
-os.register_at_fork(after_in_child=_Process.fork)
-
-
 def _can_run_here() -> bool:
     """Tells whether Orbax can save here: a process of one job, not forked, not ending, in which threads can start.
 
     In a job of several processes Orbax waits for all of them; after a fork its threads and locks are gone.
     """
-    if _Process.is_forked or jax.distributed.is_initialized():
+    if forks.is_forked() or jax.distributed.is_initialized():
         return False
     try:
         with threads.ThreadPoolExecutor(1) as pool:  # As Orbax uses it; it takes no work from when the process ends.
@@ -147,14 +134,12 @@ def _can_run_here() -> bool:
 def _save_elsewhere(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Saves in a new Python process, which gets the arrays through a pipe."""
     described = {name: [array.dtype.name, list(array.shape)] for name, array in arrays.items()}
-    search = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    environment = os.environ | {"PYTHONPATH": search, "JAX_PLATFORMS": "cpu"}
     log = path.parent.parent / "save.log"
     try:
         with open(log, "w+b") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvgraft_jax.grafting.orbax_arrays", str(path)],
-                env=environment,
+                children.command("kvgraft_jax.grafting.orbax_arrays", str(path)),
+                env=children.environment(JAX_PLATFORMS="cpu"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=said,
@@ -185,7 +170,7 @@ def _save_elsewhere(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> Non
 
 
 def _reason() -> str:
-    if _Process.is_forked:
+    if forks.is_forked():
         return "it was forked"
     if jax.distributed.is_initialized():
         return "it is one of a jax.distributed job"
@@ -231,9 +216,11 @@ def main() -> None:
             if sys.stdin.buffer.readinto(digest.array_bytes(array)) != array.nbytes:
                 sys.exit(f"{name}: ends early")
         _save_here(pathlib.Path(sys.argv[1]), arrays)
-    except tuple(_EXIT_CODES) as error:
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not device_memory.is_want(error):
+            raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(_EXIT_CODES[MemoryError if isinstance(error, MemoryError) else OSError])
+        sys.exit(_EXIT_CODES[MemoryError if device_memory.is_want(error) else OSError])
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
-from kvgraft_jax import device_memory, errors
+from kvgraft_jax import children, device_memory, errors
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import template_files, template_worker
 from kvgraft_jax.text import tokenizer as tokenizer_lib
@@ -133,14 +132,13 @@ def _render(template: template_files.Template, probes: Sequence[Mapping[str, obj
     """Renders the template's prompts in a process of its own: a template is someone else's program."""
     probes = [{**template.special_tokens, **variables} for variables in probes]
     request = json.dumps({"template": template.source, "probes": probes})
-    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", template_worker.__name__],
+            children.command(template_worker.__name__),
             input=request.encode(),
             capture_output=True,
             timeout=_WALL_SECONDS,
-            env={**os.environ, "PYTHONPATH": paths},
+            env=children.environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -259,6 +259,7 @@ def test_no_mistake_of_the_program_is_taken_for_damage_or_a_full_disk(error, sto
         ("import os; os.abort()", errors.ResourceError),
         ("raise ZeroDivisionError('a mistake')", RuntimeError),
         ("raise MemoryError", errors.ResourceError),
+        ('raise RuntimeError("can\'t start new thread")', errors.ResourceError),
         ("raise OSError(28, 'No space left on device')", errors.StorageError),
     ],
 )
