@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -140,7 +141,7 @@ def test_an_endless_template_is_ended():
 
 
 def test_a_process_that_cannot_start_is_no_fault_of_the_template(monkeypatch):
-    monkeypatch.setattr(template_lib.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(errors.ResourceError, match="the process that renders .* No such file"):
         style_of(chat_templates.GEMMA3, 3)
 
@@ -160,7 +161,7 @@ def test_only_want_of_resources_is_called_so(tmp_path, monkeypatch, ending, kind
     worker = tmp_path / "worker"
     worker.write_text(f"#!/bin/sh\ncat > {tmp_path}/request\n{ending}\n")
     worker.chmod(0o700)
-    monkeypatch.setattr(template_lib.sys, "executable", str(worker))
+    monkeypatch.setattr(sys, "executable", str(worker))
     with pytest.raises(kind, match=message):
         style_of(chat_templates.GEMMA3, 3)
 
