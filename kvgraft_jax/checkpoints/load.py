@@ -75,31 +75,36 @@ def load_model(uri: str, dtype: str = "bfloat16", *, mesh: sharding.Mesh | None 
     scheme, colon, rest = uri.partition(":")
     if not colon or not rest or scheme not in ("hf", "gguf", "orbax", "package", "random"):
         raise errors.ConfigError(f"model URI: got {uri!r}, wanted {_SCHEMES}")
-    if scheme == "random":
-        config, seed = _random_config(rest)
-        weights = random_lib.initialise(config, seed, as_dtype, mesh)
-        return model_lib.Model(
-            config, flax.core.freeze(weights.params), None, None, weights.digest, dtype, uri, uri, mesh
-        )
-    options = {}
+    options, found, chat = {}, None, None
     if scheme in _OPTIONS:
         rest, options = _query(rest, _OPTIONS[scheme])
     if "chat" in options:
         chat_lib.family_of(options["chat"])
     try:
-        found = hub.find(rest) if scheme == "hf" else None
-        source, chat = _open(scheme, rest, found, options)
-        weights = assemble.assemble(source, as_dtype, mesh)
+        if scheme == "random":
+            config, seed = _random_config(rest)
+            weights = random_lib.initialise(config, seed, as_dtype, mesh)
+        else:
+            found = hub.find(rest) if scheme == "hf" else None
+            source, chat = _open(scheme, rest, found, options)
+            config, weights = source.config, assemble.assemble(source, as_dtype, mesh)
     except (OSError, MemoryError, RuntimeError) as error:
         typed = _typed(uri, error)
         if typed is None:
             raise
         raise typed from error
     host_memory.trim()
-    tokenizer = None if chat is None else chat.tokenizer
-    params = flax.core.freeze(weights.params)
-    origin = found.source if found and found.source else uri
-    return model_lib.Model(source.config, params, tokenizer, chat, weights.digest, dtype, uri, origin, mesh)
+    return model_lib.Model(
+        config=config,
+        params=flax.core.freeze(weights.params),
+        tokenizer=None if chat is None else chat.tokenizer,
+        chat=chat,
+        digest=weights.digest,
+        dtype=dtype,
+        uri=uri,
+        source=found.source if found and found.source else uri,
+        mesh=mesh,
+    )
 
 
 def _typed(uri: str, error: Exception) -> errors.KVGraftError | None:

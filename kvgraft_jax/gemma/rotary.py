@@ -21,7 +21,7 @@ REFERENCE, CORRECT = "reference", "correct"
 RULES = (REFERENCE, CORRECT)
 ENGINE_RULE = REFERENCE
 
-_DIGEST_ROWS = 1024
+_DIGEST_POSITIONS = np.concatenate([np.arange(1024), *(np.arange(16) + (1 << power) for power in range(10, 18))])
 _BLOCK_ELEMENTS = 1 << 16  # Elements of a table computed together; they fit a processor's cache.
 
 
@@ -119,9 +119,13 @@ def rotary_tables_f32(frequency_R: np.ndarray, num_positions: int) -> tuple[np.n
     rows = max(1, _BLOCK_ELEMENTS // len(frequency_R))
     for start in range(0, num_positions, rows):
         block = slice(start, start + rows)
-        wide_TxR = (position_Sx1[block] * frequency_R).astype(np.float64)
-        cos_SxR[block], sin_SxR[block] = np.cos(wide_TxR), np.sin(wide_TxR)
+        cos_SxR[block], sin_SxR[block] = _cos_sin(position_Sx1[block], frequency_R)
     return cos_SxR, sin_SxR
+
+
+def _cos_sin(position_Tx1: np.ndarray, frequency_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    wide_TxR = (position_Tx1 * frequency_R).astype(np.float64)
+    return np.cos(wide_TxR), np.sin(wide_TxR)
 
 
 def make_tables(
@@ -139,14 +143,16 @@ def make_tables(
 
 
 def tables_digest(config: config_lib.GemmaConfig) -> str:
-    """Returns the SHA-256 (hex) of the first 1,024 rows of both tables before they are rounded to the model dtype.
+    """Returns the SHA-256 (hex) of rows of both tables, as they are before they are rounded to the model dtype.
 
-    Two hosts whose arithmetic or mathematical library differs make other tables; in float32 it shows at once.
+    The rows are those of the first 1,024 positions and of 16 from every power of two up to 2^17: hosts whose arithmetic
+    or mathematical library differs may part at large angles only.
     """
     digests = []
     for attention in (config.sliding, config.full):
         frequency_R = rotary_frequencies(attention.head_dim, attention.rotary)
-        digests.append([digest.array_digest(table) for table in rotary_tables_f32(frequency_R, _DIGEST_ROWS)])
+        tables = _cos_sin(_DIGEST_POSITIONS[:, None].astype(np.float32), frequency_R)
+        digests.append([digest.array_digest(table_TxR.astype(np.float32)) for table_TxR in tables])
     return digest.json_digest(digests)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import rotary
+from kvgraft_jax.gemma import configurations, rotary
 
 ROTARY = config_lib.RotaryConfig(1e4)
 
@@ -75,3 +75,17 @@ def test_rotation_rounds_products_and_sum_in_bfloat16():
     x1, x2, c, s = x[..., :8], x[..., 8:], cos[:, None], sin[:, None]
     wanted = np.concatenate([x1 * c - x2 * s, x2 * c + x1 * s], axis=-1)
     np.testing.assert_array_equal(np.asarray(found).view(np.uint16), wanted.view(np.uint16))
+
+
+@pytest.mark.parametrize("position", [0, 1023, 1 << 17])
+def test_the_digest_of_the_tables_sees_a_row_that_another_library_makes(position, monkeypatch):
+    config = configurations.get("gemma-3-270m")
+    before, cos_sin = rotary.tables_digest(config), rotary._cos_sin
+
+    def other(position_Tx1, frequency_R):
+        cos_TxR, sin_TxR = cos_sin(position_Tx1, frequency_R)
+        return np.where(position_Tx1 == position, np.nextafter(np.float32(cos_TxR), np.float32(2)), cos_TxR), sin_TxR
+
+    assert rotary.tables_digest(config) == before
+    monkeypatch.setattr(rotary, "_cos_sin", other)
+    assert rotary.tables_digest(config) != before
