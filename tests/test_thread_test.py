@@ -104,9 +104,9 @@ def test_the_library_that_the_refused_flag_chooses_would_be_found(monkeypatch, t
     (tmp_path / "sitecustomize.py").write_text(
         "from kvgraft_jax import xla_flags\nxla_flags.check = lambda flags: None\n"
     )
+    config = tiny.engine("float32").step_config  # This process's backend runs before the flag is set.
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
-    config = tiny.engine("float32").step_config
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, embed_dim=640, hidden_dim=2048))
     monkeypatch.setattr(determinism, "flags_in_force", lambda: ["--xla_cpu_experimental_ynn_fusion_type="])
     with pytest.raises(errors.DeterminismError, match="other bits on 1 thread than on 3|one at a time"):
