@@ -36,6 +36,7 @@ _TEXTS = (
 )
 _LOGIN = "run `hf auth login`, or set HF_TOKEN to a token that may read it"
 _NOT_CACHED = (hub_errors.LocalEntryNotFoundError, hub_errors.CachedRepoTreeNotFoundError)
+_MOST_SHOWN = 400  # Characters of a name, in a message.
 # What the client raises: answers and connections, files and disks, a token that is not ASCII, what is not JSON.
 _CLIENT_ERRORS = (hub_errors.HTTPError, OSError, UnicodeEncodeError, json.JSONDecodeError)
 # How the storage behind the Hub begins what it tells in a RuntimeError.
@@ -195,8 +196,9 @@ class _Repository:
                 raise self._error(problem, f"set it to an address that begins with {' or '.join(schemes)}")
 
     def _error(self, problem: str, remedy: str) -> errors.WeightsError:
+        given = str(self) if len(str(self)) <= _MOST_SHOWN else f"{str(self)[:_MOST_SHOWN]}..."
         return errors.WeightsError(
-            f"hf:{self}: there is no directory {pathlib.Path.cwd() / str(self)}, and as a model on the Hub {problem}; "
+            f"hf:{given}: there is no directory {pathlib.Path.cwd() / given}, and as a model on the Hub {problem}; "
             f"{remedy}"
         )
 
