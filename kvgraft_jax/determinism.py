@@ -22,7 +22,6 @@ from kvgraft_jax import digest, errors, remembered, xla_flags
 COMMON_FLAGS = ("--xla_allow_excess_precision=false",)
 GPU_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_experimental_force_split_k=1")
 _CUDA = (12, 13)
-PORTABLE_CPU_FLAG = "--xla_cpu_enable_platform_dependent_math=false"
 
 # Extensions of the instruction set that change which kernels run, by architecture; of other architectures, all.
 _X86 = re.compile(r"avx\w*|amx_\w+|fma4?|f16c|sse\w*|ssse3|xop")

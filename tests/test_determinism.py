@@ -92,7 +92,7 @@ def test_flags_changed_after_the_import_are_refused():
     """The backend has read them already, so a pin with the new ones would not be true."""
     code = (
         "import os; from kvgraft_jax import determinism as d; d.configure(); import jax; jax.devices()\n"
-        f"os.environ['XLA_FLAGS'] += ' {determinism.PORTABLE_CPU_FLAG}'; d.configure(); d.environment(jax.devices()[0])"
+        f"os.environ['XLA_FLAGS'] += ' {tiny.PORTABLE_CPU_FLAG}'; d.configure(); d.environment(jax.devices()[0])"
     )
     assert "XLA_FLAGS changed after" in run(code).stderr
 
@@ -103,8 +103,8 @@ def test_the_environment_names_the_processor_and_the_library_under_the_portable_
     assert found["cpu"]["architecture"] and found["cpu"]["model"] and found["cpu"]["instructions"]
     code = "from kvgraft_jax import determinism as d; import jax, json; d.configure()\n"
     code += "print(json.dumps(d.environment(jax.devices()[0])))"
-    other = json.loads(run(code, determinism.PORTABLE_CPU_FLAG).stdout)
-    assert other.pop("xla_flags") == [*found.pop("xla_flags"), determinism.PORTABLE_CPU_FLAG]
+    other = json.loads(run(code, tiny.PORTABLE_CPU_FLAG).stdout)
+    assert other.pop("xla_flags") == [*found.pop("xla_flags"), tiny.PORTABLE_CPU_FLAG]
     assert other == found
 
 

@@ -197,7 +197,7 @@ def test_xla_flags_are_named(tmp_path, artifact):
     )
     flag = "--xla_cpu_prefer_vector_width=128"
     assert run(code, str(tmp_path), artifact.artifact_id, flags=flag) == "xla_flags"
-    flag = determinism.PORTABLE_CPU_FLAG
+    flag = tiny.PORTABLE_CPU_FLAG
     assert run(code, str(tmp_path), artifact.artifact_id, flags=flag) == "xla_flags"
 
 

@@ -11,6 +11,7 @@ from kvgraft_jax.checkpoints import load
 from kvgraft_jax.runtime import model as model_lib
 
 WINDOW = 24
+PORTABLE_CPU_FLAG = "--xla_cpu_enable_platform_dependent_math=false"
 URI = f"random:gemma-3-270m?seed=0&layers=7&vocab=512&embed=64&hidden=96&heads=4&kv_heads=2&head_dim=32&window={WINDOW}"
 WIDTH = 8
 KV_BLOCK = 16
