@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvgraft_jax.engine import Engine
     from kvgraft_jax.errors import (
         ArtifactNotFound,
+        BatchError,
         CapacityError,
         CaptureError,
         ConfigError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kvgraft_jax.grafting.storage import list_artifacts, load_artifact, save_artifact
     from kvgraft_jax.grafting.verify import Verification
     from kvgraft_jax.pin import Pin, diff
+    from kvgraft_jax.runtime.sampling import Sampling
     from kvgraft_jax.runtime.state import State
     from kvgraft_jax.text.chat import Message
 
@@ -43,6 +45,7 @@ __version__ = "0.1.0"
 
 _ERRORS = (
     "ArtifactNotFound",
+    "BatchError",
     "CapacityError",
     "CaptureError",
     "ConfigError",
@@ -65,6 +68,7 @@ _HOMES = {
     "Model": "runtime.model",
     "load_model": "checkpoints.load",
     "make_mesh": "gemma.sharding",
+    "Sampling": "runtime.sampling",
     "State": "runtime.state",
     "Artifact": "grafting.artifact",
     "Comparison": "grafting.compare",

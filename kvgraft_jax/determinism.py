@@ -20,6 +20,8 @@ from typing import Any
 from kvgraft_jax import digest, errors, remembered, xla_flags
 
 COMMON_FLAGS = ("--xla_allow_excess_precision=false",)
+CPU_DEFAULT = "--xla_cpu_enable_platform_dependent_math=false"
+"""Set unless the caller has set it: kernels of one order of sums on every x86 processor, for every number of rows."""
 GPU_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_experimental_force_split_k=1")
 _CUDA = (12, 13)
 
@@ -36,7 +38,7 @@ def required_flags() -> tuple[str, ...]:
 
 
 def configure() -> None:
-    """Puts the required flags into XLA_FLAGS; call it before jax starts a backend. Idempotent.
+    """Puts the required flags into XLA_FLAGS, and the default one; call it before jax starts a backend. Idempotent.
 
     Where the variable names a file, the flags in it take the place of its name.
 
@@ -66,6 +68,8 @@ def configure() -> None:
             f"jax started its backend before kvgraft_jax could set {' '.join(missing)}.\n"
             f"Import kvgraft_jax's engine first, or start Python with\n{_export_line(flags)}"
         )
+    if not _backends_started() and xla_flags.value_of(flags, CPU_DEFAULT.partition("=")[0]) is None:
+        missing.append(CPU_DEFAULT)
     named = xla_flags.names_file(os.environ.get(xla_flags.VARIABLE, ""))
     if missing or (named and not _backends_started()):
         # Written anew: a file's name takes no more flags, and XLA passes over what stands behind a word that is none.

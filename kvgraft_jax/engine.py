@@ -1,4 +1,4 @@
-"""The engine: a model, one step program and a capacity; contexts are values that go in and come out.
+"""The engine: a model, its step in a few widths and a capacity; contexts are values that go in and come out.
 
 Importing this module sets the XLA flags that exactness needs, so import it before jax starts a backend.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-from typing import Any
-import warnings
 
 import flax
 import jax
 import numpy as np
 
-from kvgraft_jax import determinism, device_memory, errors, host_memory, self_test, thread_test
+from kvgraft_jax import determinism, device_memory, errors, host_memory, progress, self_test, width_probe
+from kvgraft_jax import identity as identity_lib
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary
@@ -25,31 +24,42 @@ from kvgraft_jax.grafting import capture as capture_lib
 from kvgraft_jax.grafting import graft as graft_lib
 from kvgraft_jax.grafting import manifest
 from kvgraft_jax.grafting import verify as verify_lib
+from kvgraft_jax.runtime import batch as batch_lib
+from kvgraft_jax.runtime import contexts as contexts_lib
 from kvgraft_jax.runtime import model as model_lib
+from kvgraft_jax.runtime import plans
 from kvgraft_jax.runtime import run as run_lib
+from kvgraft_jax.runtime import sampling as sampling_lib
 from kvgraft_jax.runtime import state as state_lib
 from kvgraft_jax.runtime import step as step_lib
 
 determinism.configure()
 
-DEFAULT_WIDTH = 10
+DEFAULT_SHAPES = {"cpu": (2, 12, 32, 256)}
+ONE_SHAPE = (64,)
+"""Of platforms on which the bits of XLA's own products depend on the width: all steps are of this one."""
+DEFAULT_ROWS = 16
 DEFAULT_KV_BLOCK = 128
 
-_TRIM_STEPS = 16  # A trim takes some 20 ms, which is small beside this number of steps.
+_TRIM_TOKENS = 160  # A trim takes some 20 ms, which is small beside a prefill of this length.
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Engine:
-    """Runs one model through one program of fixed width.
+    """Runs one model through one step, compiled for a few widths.
 
-    The constructor makes the tables. Before it returns a first result or its pin, an engine compiles its programs and
-    runs the self-test on them (`kvgraft_jax.self_test`), once per process.
+    The constructor makes the tables. Programs are compiled when they are first used, or by `warm_up`. Before a program
+    gives a first result, the self-test runs it (`kvgraft_jax.self_test`), once per process.
 
     Attributes:
       model: what `load_model` returned.
       capacity: tokens that a context can hold; rounded up to whole K/V blocks. Beyond the positions for which the model
         was trained it warns once (`KVGraftWarning`).
-      width: W, lanes of the step. Wider steps read prompts faster and decode slower. Part of the pin.
+      shapes: widths of steps, in lanes, in rising order; None for the platform's own. Each step takes the one that fits
+        what is left to read. Bits do not depend on them. Where a machine breaks that (`width_probe`), the engine warns
+        and uses one width, which is then in the pin.
+      width: another way to write shapes=(width,).
+      rows: sequences that run at once in `prefill_many`, `extend_many` and `generate_many`; the others wait.
       kv_block: slots per attention block. Part of the pin.
       step_config: what the programs are built from.
       runner: the programs with parameters and rotary tables, for experiments that drive the step themselves.
@@ -64,38 +74,43 @@ class Engine:
     model: model_lib.Model
     _: dataclasses.KW_ONLY
     capacity: int = 4096
-    width: int = DEFAULT_WIDTH
+    shapes: tuple[int, ...] | None = None
+    width: int | None = None
+    rows: int = DEFAULT_ROWS
     kv_block: int = DEFAULT_KV_BLOCK
     step_config: step_lib.StepConfig = dataclasses.field(init=False)
     runner: run_lib.Runner = dataclasses.field(init=False)
 
     def __post_init__(self):
-        model, capacity, width, kv_block = self.model, self.capacity, self.width, self.kv_block
-        for name, size in (("capacity", capacity), ("width", width), ("kv_block", kv_block)):
-            if type(size) is not int:
-                raise errors.ConfigError(f"{name}: got {size!r} of type {type(size).__name__}, wanted an int")
-        if capacity < 1 or capacity > 1 << 22:
-            raise errors.ConfigError(f"capacity: got {errors.shown(capacity)}, wanted 1 to {1 << 22} tokens")
+        model, capacity, kv_block = self.model, self.capacity, self.kv_block
+        plans.plan_sizes(capacity, kv_block, self.rows)
+        shapes = plans.plan_shapes(self.shapes, self.width)
         if not isinstance(model, model_lib.Model):
             raise errors.InputError(f"model: {errors.mistaken(model, 'Model')}")
-        config = step_lib.StepConfig(model.config, model.dtype, width, kv_block, mesh=model.mesh)
+        config = step_lib.StepConfig(model.config, model.dtype, kv_block, model.mesh)
         determinism.assert_in_force()
-        capacity = -(-capacity // kv_block) * kv_block
-        num_slots, dtype = config.num_slots(capacity), config.jnp_dtype
-        needed = cache_lib.device_bytes(model.config, num_slots, dtype, model.mesh)
-        needed += rotary.tables_bytes(model.config, num_slots, dtype)
+        device, *_ = sharding_lib.devices(model.mesh)
+        capacity = config.num_blocks(capacity) * kv_block
+        needed = rotary.tables_bytes(model.config, capacity, config.jnp_dtype)
+        needed += cache_lib.device_bytes(model.config, capacity // kv_block, kv_block, config.jnp_dtype, model.mesh)
         purpose = f"a cache of {capacity} tokens and its rotary tables"
         device_memory.check(model.config.name, needed, sharding_lib.devices(model.mesh), purpose, "a smaller capacity")
-        _warn_beyond(model.config.name, self.capacity, model.config.max_positions)
-        tables = rotary.make_tables(model.config, num_slots, dtype, model.mesh)
+        plans.warn_beyond(model.config.name, self.capacity, model.config.max_positions)
+        config, shapes = width_probe.settle(config, device, shapes or DEFAULT_SHAPES.get(device.platform, ONE_SHAPE))
+        tables = rotary.make_tables(model.config, capacity, config.jnp_dtype, model.mesh)
         # A plain dict of dicts is the tree that jit takes apart fastest; nobody else holds this one.
-        runner = run_lib.Runner(step_lib.programs(config), flax.core.unfreeze(model.params), tables)
-        for name, value in (("capacity", capacity), ("step_config", config), ("runner", runner)):
+        params = flax.core.unfreeze(model.params)
+        prepare = functools.partial(self_test.prepare, weights=model.digest)
+        runner = run_lib.Runner(step_lib.programs(config), params, tables, shapes, prepare)
+        identity = identity_lib.Identity(model, runner, device)
+        contexts = contexts_lib.Contexts(model, runner, capacity, self.rows)
+        settled = {"capacity": capacity, "shapes": shapes, "step_config": config, "runner": runner}
+        for name, value in {**settled, "_contexts": contexts, "_identity": identity}.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         config = self.step_config
-        shape = f"capacity={self.capacity}, width={config.width}, kv_block={config.kv_block}"
+        shape = f"capacity={self.capacity}, shapes={self.shapes}, kv_block={config.kv_block}"
         return f"Engine({config.model.name}, {config.dtype}, {shape})"
 
     @property
@@ -105,49 +120,21 @@ class Engine:
         Raises:
           DeterminismError: options of jax were changed after the engine compiled its programs; or the self-test failed.
         """
-        self._check_programs()
-        return self._pin
+        return self._identity.pin
 
-    @functools.cached_property
-    def _pin(self) -> pin_lib.Pin:
-        config, tokenizer, chat = self.step_config, self.model.tokenizer, self.model.chat
-        device, *_ = jax.tree.leaves(self.model.params)[0].devices()
-        thread_test.check(config, device)
-        mesh = {} if config.mesh is None else {"mesh": {sharding_lib.AXIS: config.mesh.size}}
-        return pin_lib.Pin(
-            {
-                "schema": pin_lib.SCHEMA,
-                "model": config.model.document(),
-                "weights": self.model.digest,
-                "tokenizer": tokenizer.digest if tokenizer else None,
-                "chat_template": chat.template_digest if chat else None,
-                "dtype": config.dtype,
-                "width": config.width,
-                "kv_block": config.kv_block,
-                "head_lanes": config.head_lanes,
-                "rotary_rule": rotary.ENGINE_RULE,
-                "rotary_tables": rotary.tables_digest(config.model),
-                **mesh,
-                **determinism.environment(device),
-                **self._measure(),
-            }
-        )
+    def warm_up(self) -> None:
+        """Compiles step, head and draw for every width, for one sequence and for many; shows progress on stderr.
 
-    def _measure(self) -> dict[str, Any]:
-        """Returns what was found of the programs under jax's present options; both are remembered for the process."""
-        self_test_sha256 = self_test.result(self.runner, self.model.digest)
-        return {"program": self.runner.programs.fingerprint, "self_test": self_test_sha256}
-
-    def _check_programs(self) -> None:
-        """Runs the self-test before the first result, and again when options of jax have changed since."""
-        determinism.check_options()
-        then, now = self._pin.document, self._measure()
-        changed = [name for name, value in now.items() if then[name] != value]
-        if changed:
-            raise errors.DeterminismError(
-                f"options of jax were changed after this engine was compiled, so {' and '.join(changed)} in its "
-                "pin would not hold; set the options back, or make another Engine"
-            )
+        Each step is tested, too. Without this, a program is compiled when it is first needed.
+        """
+        self._identity.check()
+        sizes = [(width, many) for many in (False, True) for width in self.shapes]
+        for width, many in progress.each(sizes, description="compiling", unit="program"):
+            self.runner.prepare(self.runner, width, self._contexts.num_blocks(many), self.rows if many else 1)
+            if many:  # Which covers the heads of one sequence.
+                self.runner.compile_heads(width, self.rows)
+        logits_V = jax.device_put(np.zeros(self.model.config.vocab_size, np.float32), self.runner.place)
+        sampling_lib.draw(logits_V, 0, sampling_lib.Sampling())
 
     def prefill(self, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
         """Reads `token_ids` into a fresh context.
@@ -161,14 +148,38 @@ class Engine:
           CapacityError: more tokens than slots; before any compute.
         """
         determinism.check_options()
-        planned = run_lib.plan_tokens(token_ids, self.model.config.vocab_size)
-        run_lib.plan_capacity(0, len(planned), self.capacity, "new")
-        self._check_programs()
-        state = self._read(self._fresh_cache(), None, planned, progress=progress)
-        if len(planned) > _TRIM_STEPS * self.step_config.width:
+        job = self._contexts.reading(None, token_ids)
+        ((_, state),) = self._run([job], progress=progress)
+        if len(job.token_ids) > _TRIM_TOKENS:
             state.logits.block_until_ready()
             host_memory.trim()
         return state
+
+    def prefill_many(
+        self, token_ids: Sequence[Sequence[int]], *, on_error: str = plans.RAISE, progress: bool = False
+    ) -> list[state_lib.State | errors.KVGraftError]:
+        """Reads several texts into contexts of their own, many at a time.
+
+        Exact: bit-exact: each context is the one that `prefill` gives.
+
+        Args:
+          token_ids: the ids of each text.
+          on_error: "raise" raises one error that names every text that cannot be read, before any compute; "return"
+            reads the others, and puts the error in the place of such a text.
+          progress: shows a bar on stderr.
+
+        Returns:
+          A context for each text, in their order.
+
+        Raises:
+          BatchError: texts that `prefill` would refuse.
+          ResourceError: no memory for all contexts; before any compute.
+        """
+        determinism.check_options()
+        items = plans.plan_list("token_ids", token_ids)
+        planned = plans.plan_each(items, lambda item: self._contexts.reading(None, item), on_error)
+        done = self._run(planned, many=True, progress=progress)
+        return [one if isinstance(one, errors.KVGraftError) else one[1] for one in done]
 
     def extend(self, state: state_lib.State, token_ids: Sequence[int], *, progress: bool = False) -> state_lib.State:
         """Reads `token_ids` after those of `state`, which stays as it is, and returns the new context.
@@ -177,11 +188,36 @@ class Engine:
           InputError: empty, an id outside the vocabulary, or a state of another engine.
           CapacityError: more tokens than slots; before any compute.
         """
-        self._check_state(state)
-        planned = run_lib.plan_tokens(token_ids, self.model.config.vocab_size)
-        run_lib.plan_capacity(state.length, len(planned), self.capacity, "new")
-        self._check_programs()
-        return self._read(step_lib.copy_cache(state.cache), state, planned, progress=progress)
+        determinism.check_options()
+        ((_, after),) = self._run([self._contexts.reading(state, token_ids)], progress=progress)
+        return after
+
+    def extend_many(
+        self,
+        states: Sequence[state_lib.State],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        on_error: str = plans.RAISE,
+        progress: bool = False,
+    ) -> list[state_lib.State | errors.KVGraftError]:
+        """Reads tokens after those of each state, many at a time. States that share a prefix share its blocks.
+
+        Exact: bit-exact: each context is the one that `extend` gives.
+
+        Args:
+          states: contexts, which stay as they are; one may stand there several times.
+          token_ids: what to read after each of them.
+          on_error, progress: as for `prefill_many`.
+
+        Raises:
+          BatchError, ResourceError: as `prefill_many`.
+          InputError: lists of two lengths.
+        """
+        determinism.check_options()
+        pairs = plans.plan_pairs(("states", states), ("token_ids", token_ids))
+        planned = plans.plan_each(pairs, lambda pair: self._contexts.reading(*pair), on_error)
+        done = self._run(planned, many=True, progress=progress)
+        return [one if isinstance(one, errors.KVGraftError) else one[1] for one in done]
 
     def generate(
         self,
@@ -189,9 +225,10 @@ class Engine:
         *,
         max_new_tokens: int = 32,
         stop_ids: Sequence[int] | None = None,
+        sampling: sampling_lib.Sampling | None = None,
         on_token: Callable[[int, jax.Array], None] | None = None,
     ) -> tuple[list[int], state_lib.State]:
-        """Decodes greedily: the token of the largest logit, the lowest id on a tie.
+        """Decodes greedily, the token of the largest logit and the lowest id on a tie, or by sampling.
 
         Tokens that the model suppresses, and rows of the vocabulary without a piece in the tokenizer, are never chosen.
 
@@ -199,6 +236,7 @@ class Engine:
           state: where to begin; stays as it is.
           max_new_tokens: the most tokens to decode.
           stop_ids: end before any of these; None means `model.stop_ids`, () none.
+          sampling: how to draw; None is greedy. A draw depends only on its seed and the position of the new token.
           on_token: called with each new token and the float32 [V] logits that follow it.
 
         Returns:
@@ -206,31 +244,57 @@ class Engine:
 
         Raises:
           CapacityError: `max_new_tokens` do not fit; before any compute.
-          InputError: a number, state or stop tokens that cannot be used; before any compute.
+          InputError: a number, state, sampling or stop tokens that cannot be used; before any compute.
           WeightsError: the model's logits are NaN.
         """
-        if type(max_new_tokens) is not int or max_new_tokens < 0:
-            raise errors.InputError(f"max_new_tokens: got {errors.shown(max_new_tokens)}, wanted an int, 0 or more")
-        self._check_state(state)
-        run_lib.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
-        if stop_ids is None:
-            stop_ids = self.model.stop_ids
-        else:
-            stop_ids = run_lib.plan_stops(stop_ids, self.model.config.vocab_size)
-        self._check_programs()
-        decoded = run_lib.decode(
-            self.runner,
-            step_lib.copy_cache(state.cache),
-            state.logits,
-            state.length,
-            max_new_tokens=max_new_tokens,
-            stop_ids=frozenset(stop_ids),
-            num_pieces=self.model.tokenizer.vocab_size if self.model.tokenizer else None,
-            on_token=on_token,
-        )
-        token_ids = state.token_ids + decoded.token_ids
-        after = dataclasses.replace(state, cache=decoded.cache, token_ids=token_ids, logits=decoded.logits_V)
-        return list(decoded.token_ids), after
+        determinism.check_options()
+        job = self._contexts.decoding(state, max_new_tokens, stop_ids, sampling)
+        told = None if on_token is None else lambda _, token_id, logits_V: on_token(token_id, logits_V)
+        ((new_tokens, after),) = self._run([job], on_token=told)
+        return new_tokens, after
+
+    def generate_many(
+        self,
+        states: Sequence[state_lib.State],
+        *,
+        max_new_tokens: int = 32,
+        stop_ids: Sequence[int] | None = None,
+        sampling: sampling_lib.Sampling | Sequence[sampling_lib.Sampling | None] | None = None,
+        on_token: Callable[[int, int, jax.Array], None] | None = None,
+        on_error: str = plans.RAISE,
+        progress: bool = False,
+    ) -> list[tuple[list[int], state_lib.State] | errors.KVGraftError]:
+        """Decodes from several states, many at a time; a state that waits begins as soon as another has ended.
+
+        An exception in the middle, from `on_token` or an interrupt, ends the call and its results are lost; states
+        that were given in are whole, as ever.
+
+        Exact: bit-exact: tokens and context are those that `generate` gives for each state by itself.
+
+        Args:
+          states: contexts, which stay as they are; one may stand there several times.
+          max_new_tokens, stop_ids: as for `generate`, of every state.
+          sampling: one for all, or a list with one for each state.
+          on_token: called with the index of the state, the new token and the float32 [V] logits that follow it.
+          on_error, progress: as for `prefill_many`.
+
+        Returns:
+          The new tokens and the context of each state, in their order.
+
+        Raises:
+          BatchError, ResourceError: as `prefill_many`.
+          InputError: a list of samplings of another length.
+          WeightsError: the model's logits are NaN.
+        """
+        determinism.check_options()
+        states = plans.plan_list("states", states)
+        samplings = plans.plan_samplings(sampling, len(states))
+
+        def job(pair: tuple) -> batch_lib.Job:
+            return self._contexts.decoding(pair[0], max_new_tokens, stop_ids, pair[1])
+
+        planned = plans.plan_each(list(zip(states, samplings, strict=True)), job, on_error)
+        return self._run(planned, many=True, progress=progress, on_token=on_token)
 
     def score(self, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:
         """Computes next-token logits at every position of a fresh context: float32 [T, V] on the host.
@@ -243,10 +307,10 @@ class Engine:
           InputError, CapacityError: as `prefill`.
         """
         determinism.check_options()
-        planned = run_lib.plan_tokens(token_ids, self.model.config.vocab_size)
-        run_lib.plan_capacity(0, len(planned), self.capacity, "new")
-        self._check_programs()
-        return run_lib.score(self.runner, self._fresh_cache(), planned, progress=progress)
+        job = self._contexts.reading(None, token_ids)
+        self._identity.check()
+        cache = self.step_config.make_cache(self._contexts.num_blocks(False))
+        return run_lib.score(self.runner, cache, job.token_ids, progress=progress)
 
     def capture(
         self,
@@ -268,7 +332,7 @@ class Engine:
           WindowError: "full" of a state whose older sliding rows were never restored.
           InputError: provenance that is not flat.
         """
-        self._check_state(state)
+        self._contexts.check_state(state)
         return capture_lib.capture(state, self.pin, provenance or {}, policy=policy)
 
     def graft(
@@ -281,7 +345,7 @@ class Engine:
         Args:
           artifact: what `capture` or `load_artifact` returned.
           position: its own, 0; another one is refused.
-          allow_inexact: accept an artifact of another machine or program (device, software, width), though never of
+          allow_inexact: accept an artifact of another machine or program (device, software), though never of
             another model; the state is then labelled `exact=False` and cannot be captured.
 
         Raises:
@@ -293,7 +357,7 @@ class Engine:
         exact = graft_lib.plan_graft(
             artifact, self.pin, self.step_config, self.capacity, position=position, allow_inexact=allow_inexact
         )
-        return graft_lib.graft(artifact, self.step_config, self.model.digest, self.capacity, exact=exact)
+        return graft_lib.graft(artifact, self.step_config, self.model.digest, exact=exact)
 
     def verify(self, artifact: artifact_lib.Artifact) -> verify_lib.Verification:
         """Reads an artifact's tokens again and compares every row and logit with what it holds.
@@ -313,39 +377,18 @@ class Engine:
         graft_lib.plan_graft(artifact, self.pin, self.step_config, self.capacity)
         return verify_lib.verify(artifact, self.prefill(artifact.token_ids))
 
-    def _check_state(self, state: state_lib.State) -> None:
-        determinism.check_options()
-        if not isinstance(state, state_lib.State):
-            raise errors.InputError(f"state: {errors.mistaken(state, 'State')}")
-        ours = (self.step_config, self.model.digest, self.capacity)
-        theirs = (state.step_config, state.weights, state.capacity)
-        for name, our, their in zip(("step_config", "weights", "capacity"), ours, theirs, strict=True):
-            if our != their:
-                raise errors.InputError(
-                    f"state: its {name} is {their}, this engine's is {our}; states live in the engine that made them, "
-                    "artifacts move between engines"
-                )
-
-    def _fresh_cache(self) -> cache_lib.Cache:
-        return self.step_config.make_cache(self.capacity)
-
-    def _read(
-        self, cache: cache_lib.Cache, before: state_lib.State | None, token_ids: tuple[int, ...], *, progress: bool
-    ) -> state_lib.State:
-        result = run_lib.run(self.runner, cache, token_ids, before.length if before else 0, progress=progress)
-        logits_V = run_lib.next_logits(self.runner, result)
-        if before is None:
-            return state_lib.State(result.cache, token_ids, logits_V, self.step_config, self.model.digest)
-        return dataclasses.replace(before, cache=result.cache, token_ids=before.token_ids + token_ids, logits=logits_V)
-
-
-@functools.lru_cache(maxsize=64)
-def _warn_beyond(name: str, capacity: int, max_positions: int) -> None:
-    """Warns once per process of more tokens than the model has ever seen in one text."""
-    if capacity > max_positions:
-        warnings.warn(
-            f"capacity: got {capacity} tokens, but {name} was trained on {max_positions} positions; what it computes "
-            "beyond them is exact all the same, and means little",
-            errors.KVGraftWarning,
-            stacklevel=4,
-        )
+    def _run(
+        self,
+        planned: list[batch_lib.Job | errors.KVGraftError],
+        *,
+        many: bool = False,
+        progress: bool = False,
+        on_token: Callable[[int, int, jax.Array], None] | None = None,
+    ) -> list[tuple[list[int], state_lib.State] | errors.KVGraftError]:
+        """Runs planned jobs once memory and programs are in order; errors in the list stay in their places."""
+        jobs = [one for one in planned if isinstance(one, batch_lib.Job)]
+        if not jobs:
+            return list(planned)
+        self._contexts.check_memory(jobs, many=many)
+        self._identity.check()
+        return self._contexts.run(planned, many=many, progress=progress, on_token=on_token)

@@ -41,6 +41,24 @@ class CapacityError(InputError):
     """More tokens than the cache has slots for; raised before any compute."""
 
 
+class BatchError(InputError):
+    """Sequences of one call that cannot be run; raised before any compute.
+
+    Attributes:
+      errors: what is wrong, by the index of the sequence.
+    """
+
+    _has_lines = True
+
+    def __init__(self, errors: dict[int, KVGraftError]):
+        lines = "".join(f"\n  {index}: {error}" for index, error in errors.items())
+        super().__init__(f"{len(errors)} sequence(s) cannot be run, by index:{lines}")
+        self.errors = errors
+
+    def __reduce__(self):
+        return BatchError, (self.errors,)
+
+
 class ResourceError(KVGraftError):
     """More memory than the device has free; raised before anything is loaded or allocated."""
 

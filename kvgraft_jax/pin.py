@@ -17,7 +17,7 @@ from typing import Any
 
 from kvgraft_jax import digest, errors
 
-SCHEMA = "kvgraft/pin/2"
+SCHEMA = "kvgraft/pin/3"
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -1,15 +1,15 @@
 """The self-test: what the executables of an engine compute for a few fixed tokens, before any result is returned.
 
 A pin holds the text of the programs, but executables decide bits: one read from a compilation cache, or a library that
-is not what it says, may compute otherwise under the same text. So the engine's own executables run on fixed tokens, at
-its own capacity, and the SHA-256 of what they leave stands in the pin. The tokens go through steps of full width (one
-step where the width exceeds the K/V block) and then one at a time as well, which has to give the same bits: a library
-whose bits depend on the cut does not do that.
+is not what it says, may compute otherwise under the same text. So the engine's own executables, one for each width of
+the step and size of the cache, run on fixed tokens before they are used for anything else, and the SHA-256 of what they
+leave stands in the pin, beside what the program that draws gives for fixed logits. The tokens go through in steps that
+are as full as may be and then, the last of them, one at a time. Both ways and all widths have to leave the same bits: a
+library whose bits depend on the cut does not do that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 import dataclasses
 import weakref
 
@@ -22,10 +22,25 @@ from kvgraft_jax.grafting import differences, rows
 from kvgraft_jax.runtime import run as run_lib
 from kvgraft_jax.runtime import step as step_lib
 
-_SINGLE = 16  # Of the tokens, at most this many go through steps of their own as well.
+_TOKENS, _SINGLES = 33, 5
 
-# What each program's executables computed in this process: by weights, slots and jax's options.
-_known: weakref.WeakKeyDictionary[step_lib.Programs, dict[Hashable, str]] = weakref.WeakKeyDictionary()
+# What each program's executables computed in this process: by weights and jax's options, then by their sizes.
+_known: weakref.WeakKeyDictionary[step_lib.Programs, dict] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What an executable is compiled for.
+
+    Attributes:
+      width: lanes of the step.
+      num_blocks: of the cache.
+      num_rows: of the table.
+    """
+
+    width: int
+    num_blocks: int
+    num_rows: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,42 +51,56 @@ class _Outcome:
     logits_V: np.ndarray
 
 
-def result(runner: run_lib.Runner, weights: str) -> str:
-    """Returns the SHA-256 (hex) of what the runner's executables compute; they run once per process.
+def result(runner: run_lib.Runner, weights: str, sizes: Sizes) -> str:
+    """Returns the SHA-256 (hex) of what the runner's executables compute; each of them runs once per process.
 
-    Exact: equal for every capacity, since the tokens fit the smallest and capacity leaves no trace in bits.
+    Exact: equal for every width, capacity and number of rows.
 
     Args:
-      runner: programs, parameters and tables of one capacity.
+      runner: programs, parameters and tables.
       weights: digest of the parameters.
+      sizes: of the executable to run, unless it has run.
 
     Raises:
-      DeterminismError: whole steps and single ones leave different bits; names the first difference.
+      DeterminismError: steps cut otherwise, or of another size, leave different bits.
     """
-    of_program = _known.setdefault(runner.programs, {})
-    key = (weights, runner.num_slots, step_lib.tracing_context())
-    if key not in of_program:
-        of_program[key] = measure(runner)
+    of_options = _known.setdefault(runner.programs, {})
+    by_sizes = of_options.setdefault((weights, step_lib.tracing_context()), {})
+    if sizes not in by_sizes:
+        found = measure(runner, sizes)
+        for other, sha256 in by_sizes.items():
+            if found != sha256:
+                raise errors.DeterminismError(
+                    f"self-test of {runner.programs.config.model.name}: steps of {sizes.width} lanes leave other bits "
+                    f"than steps of {other.width} ({found[:16]} and {sha256[:16]}), so nothing here would be exact; "
+                    f"use one width, shapes=({sizes.width},), and report the processor and version of jaxlib"
+                )
+        by_sizes[sizes] = found
         host_memory.trim()  # Compilation is over.
-    return of_program[key]
+    return by_sizes[sizes]
 
 
-def measure(runner: run_lib.Runner) -> str:
+def prepare(runner: run_lib.Runner, width: int, num_blocks: int, num_rows: int, *, weights: str) -> None:
+    """Runs an executable before its first use; see `result`."""
+    result(runner, weights, Sizes(width, num_blocks, num_rows))
+
+
+def measure(runner: run_lib.Runner, sizes: Sizes) -> str:
     """Runs the executables and returns the SHA-256 (hex) of rows and logits.
 
     Raises:
       DeterminismError: see `result`.
     """
     config = runner.programs.config
-    count = min(config.width + (config.width + 1) // 2, config.kv_block)
+    runner = dataclasses.replace(runner, shapes=(sizes.width,), prepare=None)
+    count = min(_TOKENS, config.kv_block, runner.num_positions)
     token_ids = tuple((7919 * (index + 1)) % config.model.vocab_size for index in range(count))
-    singles = min(count - 1, config.width, _SINGLE)  # A token of each lane, of a step that is not wider.
-    whole = _outcome(runner, (token_ids,))
-    cut = _outcome(runner, (token_ids[:-singles], *((token_id,) for token_id in token_ids[-singles:])))
+    whole = _outcome(runner, sizes, (token_ids,))
+    cut = _outcome(runner, sizes, (token_ids[:-_SINGLES], *((token_id,) for token_id in token_ids[-_SINGLES:])))
     difference = differences.first(whole.rows, whole.logits_V, cut.rows, cut.logits_V)
     if difference is not None:
         raise errors.DeterminismError(
-            f"self-test of {config.model.name}: {count} tokens read in steps of {config.width}, and the last {singles} "
+            f"self-test of {config.model.name}: {count} tokens read in steps of {sizes.width}, and the last {_SINGLES} "
             f"of them one at a time, leave different bits: {difference}. XLA runs these programs with code whose bits "
             "depend on the cut of a prompt, so nothing here would be exact; look for unusual flags or another build of "
             "jaxlib, and empty jax's compilation cache"
@@ -80,15 +109,16 @@ def measure(runner: run_lib.Runner) -> str:
     return digest.json_digest({"rows": document, "logits": digest.array_digest(whole.logits_V)})
 
 
-def _outcome(runner: run_lib.Runner, parts: tuple[tuple[int, ...], ...]) -> _Outcome:
+def _outcome(runner: run_lib.Runner, sizes: Sizes, parts: tuple[tuple[int, ...], ...]) -> _Outcome:
     config, start = runner.programs.config, 0
-    cache = cache_lib.make_cache(config.model, runner.num_slots, config.jnp_dtype, config.mesh)
+    cache = config.make_cache(sizes.num_blocks)
+    table = [[0] * config.num_blocks(runner.num_positions)] * sizes.num_rows
     for token_ids in parts:
-        last = run_lib.run(runner, cache, token_ids, start)
+        last = run_lib.run(runner, cache, token_ids, start, table=table)
         cache, start = last.cache, start + len(token_ids)
-    kinds = []
-    for kind in config.model.kinds:
-        layers = tuple(cache.layers[index] for index in kind.layers)
-        kv_Lx2xSxKxH = rows.read_rows(layers, 0, start, config.kv_block, config.jnp_dtype)
-        kinds.append(differences.Rows(kind.name, kind.layers, 0, kv_Lx2xSxKxH))
+    block = cache_lib.take_block(cache, jax.device_put(np.int32(0), runner.place), config.model, config.mesh)
+    kinds = [
+        differences.Rows(kind.name, kind.layers, 0, rows.read_rows((block,), index, 0, start, config.jnp_dtype))
+        for index, kind in enumerate(config.model.kinds)
+    ]
     return _Outcome(tuple(kinds), np.asarray(jax.device_get(run_lib.next_logits(runner, last))))

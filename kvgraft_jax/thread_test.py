@@ -28,6 +28,7 @@ from kvgraft_jax.runtime import step as step_lib
 THREADS = (1, 3)
 
 _VOCABULARY = 1024
+_WIDTHS = (2, 64)
 _EXPERTS = 8
 _SECONDS = 600
 
@@ -74,7 +75,7 @@ _PASSED = {"threads": list(THREADS), "equal": True}
 
 
 def _key(config: step_lib.StepConfig, environment: bytes) -> list[Any]:
-    program = digest.json_digest([dataclasses.asdict(config.model), config.dtype, config.width, config.kv_block])
+    program = digest.json_digest([dataclasses.asdict(config.model), config.dtype, config.kv_block])
     return ["threads", digest.parse_json(environment), step_lib.programs(config).fingerprint, program]
 
 
@@ -119,12 +120,13 @@ def main() -> int:
     """Reads a pickled `StepConfig` from stdin, runs its self-test on random weights, and prints the SHA-256."""
     determinism.configure()
     config: step_lib.StepConfig = pickle.loads(sys.stdin.buffer.read())
-    dtype, num_slots = config.jnp_dtype, config.num_slots(config.kv_block)
+    dtype = config.jnp_dtype
     weights = random_lib.initialise(config.model, 0, dtype)
-    tables = rotary.make_tables(config.model, num_slots, dtype)
-    runner = run_lib.Runner(step_lib.programs(config), flax.core.unfreeze(weights.params), tables)
+    tables = rotary.make_tables(config.model, config.kv_block, dtype)
+    widths = (config.width,) if config.width else _WIDTHS
+    runner = run_lib.Runner(step_lib.programs(config), flax.core.unfreeze(weights.params), tables, widths)
     try:
-        print(self_test.measure(runner))
+        print([self_test.result(runner, weights.digest, self_test.Sizes(width, 1, 1)) for width in widths])
     except errors.DeterminismError as error:
         print(error, file=sys.stderr)
         return _INEXACT

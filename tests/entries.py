@@ -13,7 +13,7 @@ from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import container, storage
 
 BF16 = ml_dtypes.bfloat16
-PIN = pin_lib.Pin({"schema": pin_lib.SCHEMA, "width": 8, "model": {"sliding": {"window": 3, "base": 10000.0}}})
+PIN = pin_lib.Pin({"schema": pin_lib.SCHEMA, "kv_block": 16, "model": {"sliding": {"window": 3, "base": 10000.0}}})
 
 
 def make_artifact(number=0, vocabulary=12, dtype=BF16):

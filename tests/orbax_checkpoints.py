@@ -20,6 +20,7 @@ from kvgraft_jax.checkpoints import assemble
 from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import configurations
+from kvgraft_jax.gemma import parameters as parameters_lib
 
 BF16 = np.dtype(jnp.bfloat16)
 VOCAB_SIZE = 420  # As many as `tiny_tokenizers.sentencepiece_model` has pieces.
@@ -65,7 +66,7 @@ def weights(kind: str) -> assemble.Assembled:
 def arrays(kind: str) -> dict[str, np.ndarray]:
     """Returns the weights under DeepMind's names, as in the nested layout."""
     small = config(kind)
-    tree = jax.tree.map(np.asarray, weights(kind).params)
+    tree = parameters_lib.nest(parameters_lib.whole(small, weights(kind).params))
     found = {
         "embedder/input_embedding": tree["embedder"]["embedding"],
         "final_norm/scale": tree["final_norm"]["scale"],

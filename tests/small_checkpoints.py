@@ -7,7 +7,6 @@ import json
 import pathlib
 
 import gguf
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,10 +36,9 @@ SMALL_URIS = {
 BF16 = np.dtype(jnp.bfloat16)
 
 
-def leaves(params: parameters_lib.Params) -> dict[str, jax.Array]:
-    """Returns the parameters by path."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {"/".join(key.key for key in path): leaf for path, leaf in flat}
+def leaves(model: model_lib.Model) -> dict[str, np.ndarray]:
+    """Returns the parameters by path, each in one piece."""
+    return parameters_lib.whole(model.config, model.params)
 
 
 stored = export.tensors

@@ -6,6 +6,11 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import pytest
+
+from tests import conftest
+
 ROOT = pathlib.Path(__file__).parents[1]
 PLANTED = """
 import jax
@@ -64,3 +69,15 @@ def test_gpu_tests_are_skipped_by_name_without_a_gpu(tmp_path):
 def test_a_misspelt_marker_is_an_error(tmp_path):
     (tmp_path / "test_misspelt.py").write_text("import pytest\n\n@pytest.mark.weight\ndef test_a():\n    pass\n")
     assert "'weight' not found in `markers`" in _run_planted(tmp_path)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="mappings: this system does not list them")
+def test_programs_are_dropped_once_they_take_too_many_mappings(monkeypatch):
+    program = jax.jit(lambda x: x + 1)
+    program(1)
+    monkeypatch.setattr(conftest, "_MOST_MAPPINGS", 1_000_000)
+    conftest.pytest_runtest_teardown()
+    assert program._cache_size() == 1
+    monkeypatch.setattr(conftest, "_MOST_MAPPINGS", 10)
+    conftest.pytest_runtest_teardown()
+    assert program._cache_size() == 0 and program(1) == 2

@@ -26,7 +26,9 @@ def run(code: str, flags: str = "") -> subprocess.CompletedProcess[str]:
 
 def test_importing_the_engine_sets_the_flags():
     done = run("import os, jax, kvgraft_jax; kvgraft_jax.Engine; print(os.environ['XLA_FLAGS'])", "--xla_dump_to=")
-    assert done.stdout.split() == ["--xla_dump_to=", *determinism.required_flags()], done.stderr
+    assert done.stdout.split() == ["--xla_dump_to=", *determinism.required_flags(), determinism.CPU_DEFAULT], (
+        done.stderr
+    )
 
 
 def test_a_running_backend_is_an_error_with_the_line_to_export():
@@ -61,6 +63,10 @@ def test_options_that_change_programs_are_refused_at_every_call(option):
         lambda: engine.prefill([1]),
         lambda: engine.extend(state, [1]),
         lambda: engine.generate(state),
+        lambda: engine.prefill_many([[1]]),
+        lambda: engine.extend_many([state], [[1]]),
+        lambda: engine.generate_many([state]),
+        lambda: engine.warm_up(),
         lambda: engine.score([1]),
         lambda: engine.capture(state),
         lambda: engine.graft(artifact),
@@ -84,7 +90,8 @@ def test_flags_in_force_stand_in_order_with_repeats_and_without_paths():
     code = "from kvgraft_jax import determinism as d; d.configure(); print(*d.flags_in_force())"
     flags = f"--xla_dump_to=/a --xla_b=2 {FLAG} --xla_b=3 --xla_a --xla_backend_extra_options=x --xla_b=2"
     extra = determinism.required_flags()[1:]
-    wanted = [FLAG, *extra, "--xla_b=2", "--xla_b=3", "--xla_a=true", "--xla_backend_extra_options=x", "--xla_b=2"]
+    given = ["--xla_b=2", "--xla_b=3", "--xla_a=true", "--xla_backend_extra_options=x", "--xla_b=2"]
+    wanted = [FLAG, *extra, *given, determinism.CPU_DEFAULT]
     assert run(code, flags).stdout.split() == wanted
 
 
@@ -92,19 +99,22 @@ def test_flags_changed_after_the_import_are_refused():
     """The backend has read them already, so a pin with the new ones would not be true."""
     code = (
         "import os; from kvgraft_jax import determinism as d; d.configure(); import jax; jax.devices()\n"
-        f"os.environ['XLA_FLAGS'] += ' {tiny.PORTABLE_CPU_FLAG}'; d.configure(); d.environment(jax.devices()[0])"
+        f"os.environ['XLA_FLAGS'] += ' {tiny.NATIVE_CPU_FLAG}'; d.configure(); d.environment(jax.devices()[0])"
     )
     assert "XLA_FLAGS changed after" in run(code).stderr
 
 
-def test_the_environment_names_the_processor_and_the_library_under_the_portable_flag_too():
+def test_the_environment_names_the_processor_and_the_library_under_native_kernels_too():
     found = determinism.environment(jax.devices()[0])
     assert found["jax"] and found["jaxlib"] and FLAG in found["xla_flags"] and found["device_kind"]
     assert found["cpu"]["architecture"] and found["cpu"]["model"] and found["cpu"]["instructions"]
     code = "from kvgraft_jax import determinism as d; import jax, json; d.configure()\n"
     code += "print(json.dumps(d.environment(jax.devices()[0])))"
-    other = json.loads(run(code, tiny.PORTABLE_CPU_FLAG).stdout)
-    assert other.pop("xla_flags") == [*found.pop("xla_flags"), tiny.PORTABLE_CPU_FLAG]
+    other = json.loads(run(code, tiny.NATIVE_CPU_FLAG).stdout)
+    own = found.pop("xla_flags")
+    assert determinism.CPU_DEFAULT in own
+    own.remove(determinism.CPU_DEFAULT)
+    assert other.pop("xla_flags") == [*own, tiny.NATIVE_CPU_FLAG]
     assert other == found
 
 
@@ -138,9 +148,10 @@ def test_a_file_of_flags_takes_the_place_of_its_name(tmp_path):
     code = "import os, jax, kvgraft_jax; kvgraft_jax.Engine; jax.devices(); print(os.environ['XLA_FLAGS'])\n"
     code += "from kvgraft_jax import determinism as d; print(*d.flags_in_force())"
     done = run(code, str(file))
-    required = determinism.required_flags()
-    wanted = ['--xla_cpu_max_isa=AVX2 --xla_dump_to="/some where" ' + " ".join(required)]
-    assert done.stdout.splitlines() == [*wanted, " ".join([*required, "--xla_cpu_max_isa=AVX2"])], done.stderr
+    required, default = determinism.required_flags(), determinism.CPU_DEFAULT
+    wanted = ['--xla_cpu_max_isa=AVX2 --xla_dump_to="/some where" ' + " ".join([*required, default])]
+    in_force = " ".join([*required, "--xla_cpu_max_isa=AVX2", default])
+    assert done.stdout.splitlines() == [*wanted, in_force], done.stderr
     assert run(code, str(file)).returncode == 0
 
 
@@ -150,7 +161,7 @@ def test_a_file_of_flags_that_is_not_there_is_an_error(tmp_path):
 
 
 def test_flags_of_equal_meaning_give_equal_pins(tmp_path):
-    code = "from tests import tiny; print(tiny.engine().pin.document['xla_flags'])"
+    code = "from tests import no_thread_test, tiny; print(tiny.engine().pin.document['xla_flags'])"
     file = tmp_path / "flags"
     file.write_text(
         "--xla_cpu_enable_fast_min_max=FALSE --xla_allow_excess_precision=0 --xla_cpu_prefer_vector_width=128"

@@ -13,8 +13,9 @@ import pytest
 from kvgraft_jax import determinism, device_memory, errors
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax.checkpoints import load
+from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary
-from kvgraft_jax.runtime import run as run_lib
+from kvgraft_jax.runtime import sampling as sampling_lib
 from kvgraft_jax.runtime import step as step_lib
 from tests import small_checkpoints, tiny
 
@@ -106,7 +107,8 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch
         return engine_lib.Engine(tiny.model(dtype, uri), capacity=100, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
 
     engine = make()
-    needed = engine.prefill([1]).cache.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.tables))
+    arrays = engine.step_config.make_cache(112 // tiny.KV_BLOCK), engine.runner.tables
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     monkeypatch.setattr(device_memory, "available", lambda _: needed)
     make()
     monkeypatch.setattr(device_memory, "available", lambda _: needed - 1)
@@ -124,7 +126,7 @@ def test_the_largest_capacity_is_refused_at_once():
 
 def test_capacity_is_rounded_up_to_blocks():
     assert tiny.engine(capacity=150).capacity == 160
-    assert tiny.engine(capacity=150).prefill([1]).capacity == 160
+    assert tiny.engine(capacity=150).prefill(tiny.tokens(160)).length == 160
 
 
 @pytest.mark.parametrize(
@@ -132,13 +134,31 @@ def test_capacity_is_rounded_up_to_blocks():
     [
         ({"capacity": 0}, "capacity: got 0"),
         ({"capacity": 1 << 30}, "capacity: got"),
-        ({"width": 1}, "width: got 1"),
+        ({"width": 1}, "width: got 1, wanted an int, 2 to 16384"),
         ({"capacity": "8"}, "capacity: got '8' of type str"),
-        ({"width": 8.0}, "width: got 8.0 of type float"),
+        ({"width": 8.0}, "width: got 8.0, wanted an int"),
+        ({"width": True}, "width: got True, wanted an int"),
+        ({"width": 1 << 20}, "width: got 1048576, wanted an int, 2 to 16384"),
+        ({"width": 8, "shapes": (8,)}, r"width, shapes: got 8 and \(8,\), wanted one of the two; width=N is"),
+        ({"width": 0, "shapes": ()}, r"width, shapes: got 0 and \(\), wanted one of the two"),
+        ({"shapes": ()}, r"shapes: got \(\), wanted widths in rising order, each 2 to 16384"),
+        ({"shapes": (32, 2)}, r"shapes: got \(32, 2\), wanted widths in rising order"),
+        ({"shapes": (2, 2, 32)}, r"shapes: got \(2, 2, 32\), wanted widths in rising order"),
+        ({"shapes": (1, 32)}, r"shapes: got \(1, 32\), wanted .* each 2 to 16384"),
+        ({"shapes": (2, 16385)}, r"shapes: got \(2, 16385\), wanted .* each 2 to 16384"),
+        ({"shapes": (-(10**5000), 2)}, "shapes: got "),
+        ({"shapes": (2, 8.0)}, r"shapes: got \(2, 8\.0\), wanted widths"),
+        ({"shapes": (2, True)}, r"shapes: got \(2, True\), wanted widths"),
+        ({"shapes": 8}, "shapes: got 8, wanted widths"),
+        ({"shapes": "28"}, "shapes: got '28', wanted widths"),
+        ({"rows": 0}, "rows: got 0, wanted 1 to 16384"),
+        ({"rows": -(10**5000)}, "rows: got "),
+        ({"rows": 16385}, "rows: got 16385, wanted 1 to 16384"),
+        ({"rows": 4.0}, "rows: got 4.0 of type float, wanted an int"),
+        ({"rows": None}, "rows: got None of type NoneType, wanted an int"),
         ({"kv_block": 24}, "kv_block: got 24"),
         ({"kv_block": 0}, "kv_block: got 0"),
-        ({"kv_block": 16_000_000}, "kv_block: got 16000000, wanted at most"),
-        ({"width": 1 << 20}, "width: got 1048576, wanted at most"),
+        ({"kv_block": 16_000_000}, "kv_block: got 16000000, wanted a multiple of 16, at most 16384"),
         ({"capacity": 10**5000}, "capacity: got"),
         ({"kv_block": 10**5000}, "kv_block: got"),
     ],
@@ -148,12 +168,17 @@ def test_sizes_that_make_no_sense_are_refused(arguments, message):
         engine_lib.Engine(tiny.model(), **arguments)
 
 
+def test_a_width_is_another_way_to_write_one_shape_and_the_shapes_may_be_a_list():
+    sizes = {"capacity": tiny.CAPACITY, "kv_block": tiny.KV_BLOCK}
+    narrow = engine_lib.Engine(tiny.model(), width=tiny.WIDTH, **sizes)
+    assert narrow.shapes == (tiny.WIDTH,) and narrow.step_config == tiny.engine().step_config
+    assert engine_lib.Engine(tiny.model(), shapes=[2, 8], **sizes).shapes == (2, 8)
+    assert engine_lib.Engine(tiny.model(), **sizes).shapes == engine_lib.DEFAULT_SHAPES["cpu"]
+
+
 def test_a_state_of_other_weights_is_refused():
     other = engine_lib.Engine(
-        tiny.model(uri=tiny.URI.replace("seed=0", "seed=1")),
-        capacity=tiny.CAPACITY,
-        width=tiny.WIDTH,
-        kv_block=tiny.KV_BLOCK,
+        tiny.model(uri=tiny.URI.replace("seed=0", "seed=1")), capacity=tiny.CAPACITY, kv_block=tiny.KV_BLOCK
     )
     with pytest.raises(errors.InputError, match="state: its weights"):
         other.extend(tiny.engine().prefill([1, 2]), [3])
@@ -174,10 +199,17 @@ def test_a_backend_out_of_configuration_is_noticed(monkeypatch):
 
 
 def test_a_state_of_another_engine_is_refused():
-    state = tiny.engine(capacity=64).prefill([1, 2])
-    for engine, name in ((tiny.engine(), "capacity"), (tiny.engine("float32"), "step_config")):
-        for call in (engine.generate, engine.capture, lambda s, e=engine: e.extend(s, [1])):
-            with pytest.raises(errors.InputError, match=f"state: its {name}"):
+    state = tiny.engine().prefill([1, 2])
+    for engine in (tiny.engine(kv_block=32), tiny.engine("float32")):
+        calls = (
+            engine.generate,
+            engine.capture,
+            lambda s, e=engine: e.extend(s, [1]),
+            lambda s, e=engine: e.extend_many([s], [[1]]),
+            lambda s, e=engine: e.generate_many([s]),
+        )
+        for call in calls:
+            with pytest.raises(errors.InputError, match="state: its step_config is .* of one model and K/V block"):
                 call(state)
 
 
@@ -190,7 +222,6 @@ def test_generate_stops_before_a_stop_token():
     assert stopped == token_ids[: token_ids.index(stop)]
     assert end.token_ids == state.token_ids + tuple(stopped)
     assert int(np.argmax(np.asarray(end.logits))) == stop
-    assert engine.generate(state, max_new_tokens=0)[0] == []
     with pytest.raises(errors.InputError, match="max_new_tokens"):
         engine.generate(state, max_new_tokens=-1)
 
@@ -206,36 +237,67 @@ def test_stop_tokens_of_the_model_are_the_default():
     assert engine.generate(engine.prefill(tiny.tokens(12)), max_new_tokens=4)[0] == []
 
 
+def test_no_new_tokens_are_no_step_and_the_same_context(monkeypatch):
+    engine = tiny.engine()
+    state = engine.prefill(tiny.tokens(20))
+    monkeypatch.setattr(engine.runner.programs, "step", lambda *_: pytest.fail("a step ran"))
+    results = [
+        engine.generate(state, max_new_tokens=0),
+        engine.generate(state, max_new_tokens=0, stop_ids=()),
+        *engine.generate_many([state, state], max_new_tokens=0),
+    ]
+    for token_ids, after in results:
+        assert token_ids == [] and after.token_ids == state.token_ids
+        assert all(ours is theirs for ours, theirs in zip(after.blocks, state.blocks, strict=True))
+        np.testing.assert_array_equal(np.asarray(after.logits), np.asarray(state.logits))
+
+
 def test_types_of_a_state():
     state = tiny.engine().prefill([1, 2, 3])
     assert state.length == 3 and state.logits.shape == (512,) and state.logits.dtype == np.float32
-    assert len(jax.tree.leaves(state.cache)) == 14
-    assert "3 of 160 tokens" in repr(state)
+    (block,) = state.blocks
+    assert [kind.shape for kind in block.kinds] == [(6, 2, tiny.KV_BLOCK, 2, 32), (1, 2, tiny.KV_BLOCK, 2, 32)]
+    assert block.nbytes == 2 * sum(kind.size for kind in block.kinds)
+    assert len(tiny.engine().prefill(tiny.tokens(17)).blocks) == 2
+    assert repr(state) == "State(3 tokens, gemma-3-270m, bfloat16)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.token_ids = ()
 
 
-def test_a_state_is_copied_once_per_call(monkeypatch):
-    copies = []
-    copy = step_lib.copy_cache
-    monkeypatch.setattr(step_lib, "copy_cache", lambda cache: copies.append(1) or copy(cache))
+def test_only_blocks_that_do_not_lie_in_the_workspace_are_copied(monkeypatch):
+    copied, put_block = [], cache_lib.put_block
+    monkeypatch.setattr(
+        cache_lib, "put_block", lambda cache, block, *rest: copied.append(block) or put_block(cache, block, *rest)
+    )
     engine = tiny.engine()
     state = engine.prefill(tiny.tokens(40))
-    assert not copies
-    engine.generate(state, max_new_tokens=10, stop_ids=())
+    engine.generate(state, max_new_tokens=10, stop_ids=())  # Goes on where the last block, which is half full, lies.
+    assert not copied
     engine.extend(state, tiny.tokens(40))
-    assert len(copies) == 2
+    assert copied == [state.blocks[2]]
+    again = tiny.engine.__wrapped__()  # Its workspace is empty.
+    again.extend(state, [5])
+    assert copied[1:] == list(state.blocks)
+    again.extend(state, [6])
+    assert copied[4:] == [state.blocks[2]]
 
 
 def test_a_step_needs_no_more_memory_in_a_larger_cache():
     def temporary_bytes(capacity: int) -> int:
         engine = tiny.engine(capacity=capacity)
-        runner, (read,) = engine.runner, step_lib.cut([3], 0, tiny.WIDTH)
-        state = engine.prefill([3])
-        arguments = runner.params, runner.tables, state.cache, read.tokens_T, read.start, read.count
-        return runner.programs.step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+        runner, config, num_blocks = engine.runner, engine.step_config, capacity // tiny.KV_BLOCK
+        piece = step_lib.Piece(0, 0, (3, 4, 5))
+        lanes = step_lib.lay_out([piece], [range(num_blocks)], tiny.WIDTH, tiny.KV_BLOCK)
+        arguments = runner.params, runner.tables, config.make_cache(num_blocks), lanes
+        return (
+            jax.jit(runner.programs.step, donate_argnums=2)
+            .lower(*arguments)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
-    assert temporary_bytes(64) == temporary_bytes(4096) > 0
+    assert 0 < temporary_bytes(64) == temporary_bytes(4096)
 
 
 def test_stop_tokens_that_are_none(monkeypatch):
@@ -254,13 +316,13 @@ def test_stop_tokens_that_are_none(monkeypatch):
 
 def test_decoding_takes_the_lowest_id_of_the_largest_logit_that_is_not_suppressed():
     logits_V = jnp.asarray([1.0, 3.0, 3.0, 2.0, 3.0])
-    assert [run_lib.argmax(logits_V, ids) for ids in ((), (1,), (1, 2), (1, 2, 4))] == [1, 2, 4, 3]
+    assert [sampling_lib.argmax(logits_V, ids) for ids in ((), (1,), (1, 2), (1, 2, 4))] == [1, 2, 4, 3]
     assert logits_V.tolist() == [1.0, 3.0, 3.0, 2.0, 3.0]
 
 
 def test_an_engine_and_a_model_show_themselves_in_one_line():
     engine = tiny.engine()
-    assert repr(engine) == f"Engine(gemma-3-270m, bfloat16, capacity={tiny.CAPACITY}, width=8, kv_block=16)"
+    assert repr(engine) == f"Engine(gemma-3-270m, bfloat16, capacity={tiny.CAPACITY}, shapes=(2, 8), kv_block=16)"
     assert repr(engine.model).startswith("Model(random:gemma-3-270m?") and len(repr(engine.model)) < 250
 
 
@@ -269,9 +331,8 @@ def test_rows_without_a_piece_in_the_tokenizer_are_never_chosen():
     state = tiny.engine().prefill(tiny.tokens(12))
     best = int(np.argmax(np.asarray(state.logits)))
     tokenizer = types.SimpleNamespace(vocab_size=best, digest="0" * 64)
-    engine = engine_lib.Engine(
-        dataclasses.replace(model, tokenizer=tokenizer), capacity=64, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK
-    )
+    model = dataclasses.replace(model, tokenizer=tokenizer)
+    engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, shapes=tiny.SHAPES, kv_block=tiny.KV_BLOCK)
     begun = engine.prefill(tiny.tokens(12))
     np.testing.assert_array_equal(np.asarray(begun.logits), np.asarray(state.logits))
     token_ids, _ = engine.generate(begun, max_new_tokens=8, stop_ids=())

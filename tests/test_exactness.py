@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import cache as cache_lib
+from kvgraft_jax.gemma import products
 from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import compare, storage
 from kvgraft_jax.runtime import run as run_lib
@@ -73,9 +75,9 @@ def test_round_trip_in_a_new_process(tmp_path, policy):
         own = hashes(state)
         wanted.append(" ".join([own.logits_sha256, own.kv_sha256, *decoded_hashes(engine, state, 4)]))
     root = pathlib.Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), *ids], cwd=root, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", script, str(tmp_path), *ids]
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # It compiles for itself.
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == wanted
 
 
@@ -92,6 +94,23 @@ def test_any_cut_gives_one_hash(dtype):
         assert hashes(state, "full") == wanted, cuts
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_widths_give_one_hash_one_pin_and_one_artifact(dtype):
+    """Read, decoded and grafted by steps of other widths: rows, logits, tokens, pins and artifacts are the same."""
+    token_ids = tiny.tokens(3 * W + 5)
+    engines = [tiny.engine(dtype, shapes=shapes) for shapes in ((2, 8), (8,), (2,), (3, 66))]
+    assert len({engine.pin for engine in engines}) == 1
+    artifacts = [engine.capture(engine.prefill(token_ids), policy="full") for engine in engines]
+    assert len({artifact.artifact_id for artifact in artifacts}) == 1
+    found = set()
+    for donor, engine in zip(artifacts, engines[1:] + engines[:1], strict=True):
+        grafted = engine.graft(donor)
+        state = engine.extend(grafted, tiny.tokens(11, seed=1))
+        assert grafted.exact and state.exact
+        found.add((hashes(state, "full"), *decoded_hashes(engine, state, 9)))
+    assert len(found) == 1
+
+
 def test_token_by_token_equals_prefill():
     engine, token_ids = tiny.engine(), tiny.tokens(2 * W)
     state = engine.prefill(token_ids[:1])
@@ -106,12 +125,12 @@ def test_decoding_equals_reading_what_was_decoded():
     assert hashes(state, "full") == hashes(engine.prefill(tiny.tokens(20) + token_ids), "full")
 
 
-def test_one_artifact_at_three_capacities():
-    token_ids = tiny.tokens(2 * W)
-    artifact = tiny.engine(capacity=64).capture(tiny.engine(capacity=64).prefill(token_ids))
+def test_one_artifact_at_three_capacities_and_widths():
+    token_ids, donor = tiny.tokens(2 * W), tiny.engine(capacity=64, shapes=(8,))
+    artifact = donor.capture(donor.prefill(token_ids))
     found = set()
-    for capacity in (64, 160, 256):
-        engine = tiny.engine(capacity=capacity)
+    for capacity, shapes in ((64, (8,)), (160, (2, 8)), (256, (2,))):
+        engine = tiny.engine(capacity=capacity, shapes=shapes)
         assert hashes(engine.prefill(token_ids)) == hashes(engine.graft(artifact))
         state = engine.extend(engine.graft(artifact), tiny.tokens(3, seed=1))
         found.add((hashes(state), *decoded_hashes(engine, state, 5)))
@@ -168,43 +187,44 @@ def test_missing_or_extra_layer_is_refused():
             engine.graft(dataclasses.replace(artifact, stacks=stacks))
 
 
-def dirty(cache: cache_lib.Cache, length: int, seed: int) -> cache_lib.Cache:
-    """Returns the cache with random bit patterns, NaN and infinities among them, in every row from `length` on."""
-    rng = np.random.default_rng(seed)
-
-    def spoil(array_SxKxH: jax.Array) -> jax.Array:
-        rows = np.array(array_SxKxH)
-        bits = rng.integers(0, 256, rows[length:].nbytes, dtype=np.uint8).view(rows.dtype)
-        rows[length:] = bits.reshape(rows[length:].shape)
-        rows[-1] = 0x7FC0 if rows.dtype == np.uint16 else np.nan  # a bfloat16 cache holds bits
-        return jnp.array(rows)
-
-    return jax.tree.map(spoil, cache)
+def spoilt(array: jax.Array, rng: np.random.Generator, first_slot: int = 0, axis: int = 1) -> jax.Array:
+    """Returns the array with random bit patterns, NaN and infinities among them, in the slots from the given one on."""
+    rows = np.moveaxis(np.array(array), axis, 0)
+    bits = rng.integers(0, 256, rows[first_slot:].nbytes, dtype=np.uint8).view(rows.dtype)
+    rows[first_slot:] = bits.reshape(rows[first_slot:].shape)
+    rows[-1] = 0x7FC0 if rows.dtype == np.uint16 else np.nan  # A bfloat16 cache holds bits.
+    return jnp.array(np.moveaxis(rows, 0, axis))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_garbage_and_idle_lanes_change_no_bit(dtype, monkeypatch):
-    engine, token_ids = tiny.engine(dtype), tiny.tokens(W + 7)
-    wanted = hashes(engine.extend(engine.prefill(token_ids[:-3]), token_ids[-3:]), "full")
+    """In the slots of a context that no token has written, in all blocks of others, and in lanes without a token."""
+    engine, token_ids = tiny.engine.__wrapped__(dtype), tiny.tokens(W + 7)
+    wanted = hashes(engine.extend(engine.prefill(token_ids[:-4]), token_ids[-4:]), "full")
     rng = np.random.default_rng(1)
+    lay_out, idle = step_lib.lay_out, []
 
-    cut = step_lib.cut
+    def noisy(pieces, table, width, kv_block):
+        idle.append(width - sum(len(piece.tokens) for piece in pieces))
+        return lay_out(pieces, table, width, kv_block, idle_tokens=rng.integers(-5, 600, idle[-1], dtype=np.int32))
 
-    def noisy(token_ids, start, width):
-        for read in cut(token_ids, start, width):
-            read.tokens_T[read.count :] = rng.integers(-5, 600, width - read.count, dtype=np.int32)
-            yield read
+    monkeypatch.setattr(step_lib, "lay_out", lambda *given, idle_tokens: noisy(*given))
+    ((workspace,),) = [engine._contexts._idle[False]]
+    for length in (W + 3, W + 4, W + 6):
+        state = engine.prefill(token_ids[:length])
+        *whole, last = state.blocks
+        kinds = tuple(spoilt(kind, rng, length % tiny.KV_BLOCK, 2) for kind in last.kinds)
+        state = dataclasses.replace(state, blocks=(*whole, cache_lib.CacheBlock(kinds)))
+        workspace.cache = jax.tree.map(lambda array: spoilt(array, rng), workspace.cache)
+        workspace._held = [None] * len(workspace._held)  # Nothing that lies there is a block of a context any more.
+        assert hashes(engine.extend(state, token_ids[length:]), "full") == wanted
+    assert max(idle) >= 3
 
-    monkeypatch.setattr(step_lib, "cut", noisy)
-    for seed in range(3):
-        state = engine.prefill(token_ids[:-3])
-        state = dataclasses.replace(state, cache=dirty(state.cache, state.length, seed))
-        assert hashes(engine.extend(state, token_ids[-3:]), "full") == wanted
 
-
-def test_a_token_may_land_in_any_lane():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_may_land_in_any_lane(dtype):
     """Rows and logits of one token computed in each lane of the step are the same bits."""
-    engine, token_ids = tiny.engine(), tiny.tokens(tiny.WIDTH + 20)
+    engine, token_ids = tiny.engine(dtype, shapes=(tiny.WIDTH,)), tiny.tokens(tiny.WIDTH + 20)
     found = {
         hashes(engine.extend(engine.prefill(token_ids[:first]), token_ids[first:]), "full")
         for first in range(20, 20 + tiny.WIDTH)
@@ -250,20 +270,11 @@ def test_full_hit_with_an_empty_tail():
 def test_a_valid_row_that_is_not_finite_is_refused_at_capture(bits, found):
     engine = tiny.engine()
     state = engine.prefill(tiny.tokens(30))
-    layer = state.cache.layers[0]
-    damaged = dataclasses.replace(layer, v_SxKxH=layer.v_SxKxH.at[29, 0, 0].set(bits))  # of a bfloat16
-    layers = (damaged, *state.cache.layers[1:])
+    first, (sliding, full) = state.blocks[0], state.blocks[1].kinds
+    damaged = sliding.at[0, 1, 29 - tiny.KV_BLOCK, 0, 0].set(bits)  # Of a bfloat16.
+    blocks = (first, cache_lib.CacheBlock((damaged, full)))
     with pytest.raises(errors.CaptureError, match=f"{found} in a value of layer 0, position 29"):
-        engine.capture(dataclasses.replace(state, cache=cache_lib.Cache(layers)))
-
-
-def test_two_widths_give_two_artifacts_and_a_refusal():
-    narrow, wide = tiny.engine(width=8), tiny.engine(width=16)
-    artifacts = [engine.capture(engine.prefill(tiny.tokens(30))) for engine in (narrow, wide)]
-    assert artifacts[0].artifact_id != artifacts[1].artifact_id
-    with pytest.raises(errors.PinMismatch) as caught:
-        wide.graft(artifacts[0])
-    assert "width" in caught.value.fields
+        engine.capture(dataclasses.replace(state, blocks=blocks))
 
 
 def test_contexts_side_by_side_do_not_touch_each_other():
@@ -304,10 +315,11 @@ def test_overflow_after_a_graft_is_refused(monkeypatch):
 
 
 def test_an_inexact_graft_is_asked_for_labelled_and_never_deposited():
-    donor, engine = tiny.engine(width=16), tiny.engine()
+    donor, engine = tiny.engine(kv_block=32), tiny.engine()
     artifact = donor.capture(donor.prefill(tiny.tokens(30)))
-    with pytest.raises(errors.PinMismatch):
+    with pytest.raises(errors.PinMismatch) as caught:
         engine.graft(artifact)
+    assert "kv_block" in caught.value.fields
     state = engine.graft(artifact, allow_inexact=True)
     assert not state.exact and not engine.extend(state, [5]).exact and "inexact" in repr(state)
     assert "exact          " in str(compare.compare(state, engine.prefill(tiny.tokens(30))))
@@ -322,27 +334,21 @@ def test_an_inexact_graft_is_asked_for_labelled_and_never_deposited():
 class TestDetectors:
     """The hashes above would differ if exactness were lost: each of these computes the same thing another way."""
 
-    def test_free_chunking_differs(self):
-        token_ids = tiny.tokens(60)
-        found = set()
-        for width in (16, 64):
-            engine = tiny.engine("float32", width=width)
-            found.add(hashes(engine.prefill(token_ids), "full"))
-        assert len(found) == 2
+    def test_plain_sums_and_products_depend_on_the_width(self, monkeypatch):
+        """Without the fixed order of `gemma.products`, steps of 16 and of 64 lanes leave other bits."""
+        engine, token_ids = tiny.engine("float32"), tiny.tokens(60)
 
-    def test_vmap_over_requests_differs(self):
-        engine = tiny.engine("float32")
-        config = engine.step_config
-        token_ids = np.array([tiny.tokens(tiny.WIDTH, seed) for seed in range(8)], np.int32)
-        runner = engine.runner
-        one = jax.eval_shape(lambda: config.make_cache(engine.capacity))
-        caches = jax.tree.map(lambda leaf: jnp.zeros((8, *leaf.shape), leaf.dtype), one)
-        batched = jax.jit(
-            jax.vmap(lambda t, c: runner.programs._step(runner.params, runner.tables, c, t, jnp.int32(0), jnp.int32(8)))
-        )
-        together = batched(token_ids, caches)
-        alone = run_lib.run(runner, jax.tree.map(lambda leaf: leaf[0], caches), token_ids[0].tolist(), 0)
-        assert not np.array_equal(np.asarray(together.hidden_TxD[0]), np.asarray(alone.hidden_TxD))
+        def last_hidden(programs: step_lib.Programs, width: int) -> bytes:
+            runner = dataclasses.replace(engine.runner, programs=programs, shapes=(width,), prepare=None)
+            result = run_lib.run(runner, engine.step_config.make_cache(4), token_ids, 0)
+            return np.asarray(result.hidden_TxD[result.lane]).tobytes()
+
+        ordered = step_lib.Programs(engine.step_config)
+        assert len({last_hidden(ordered, width) for width in (16, 64)}) == 1
+        monkeypatch.setattr(products, "row_sum", lambda x: jnp.sum(x, axis=-1))
+        monkeypatch.setattr(products, "_MOST_ROWS", {})
+        plain = step_lib.Programs(engine.step_config)
+        assert len({last_hidden(plain, width) for width in (16, 64)}) == 2
 
     def test_one_bit_of_one_valid_row_differs(self):
         engine = tiny.engine()

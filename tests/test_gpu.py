@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 def engine(dtype: str, width: int) -> engine_lib.Engine:
-    return tiny.engine(dtype, width=width, kv_block=64, capacity=512)
+    return tiny.engine(dtype, shapes=(width,), kv_block=64, capacity=512)
 
 
 def digest(dtype: str, width: int) -> str:

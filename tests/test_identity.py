@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import pytest
 
-from kvgraft_jax import determinism, errors
+from kvgraft_jax import determinism, errors, width_probe
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.checkpoints import assemble
-from kvgraft_jax.gemma import attention, rotary
+from kvgraft_jax.gemma import attention, parameters, rotary
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.grafting import storage
 from kvgraft_jax.runtime import model as model_lib
@@ -35,8 +35,8 @@ class Digest:
     template_digest: str = ""
 
 
-def build(model: model_lib.Model | None = None, width: int = tiny.WIDTH, kv_block: int = tiny.KV_BLOCK):
-    return engine_lib.Engine(model or tiny.model(), capacity=tiny.CAPACITY, width=width, kv_block=kv_block)
+def build(model: model_lib.Model | None = None, kv_block: int = tiny.KV_BLOCK) -> engine_lib.Engine:
+    return engine_lib.Engine(model or tiny.model(), capacity=tiny.CAPACITY, shapes=tiny.SHAPES, kv_block=kv_block)
 
 
 def with_config(**changes) -> model_lib.Model:
@@ -57,23 +57,22 @@ CHANGES = {
     "model.sliding.window": lambda: build(with_config(sliding=sliding(window=tiny.WINDOW + 1))),
     "model.final_softcap": lambda: build(with_config(final_softcap=30.0)),
     "model.norm_eps": lambda: build(with_config(norm_eps=1e-5)),
-    "width": lambda: build(width=tiny.WIDTH * 2),
     "kv_block": lambda: build(kv_block=tiny.KV_BLOCK * 2),
 }
 
 
 def params_digest(params) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return assemble.params_digest(
-        {"/".join(key.key for key in path): assemble.digest_lib.array_digest(np.asarray(leaf)) for path, leaf in leaves}
-    )
+    whole = parameters.whole(tiny.model().config, params)
+    return assemble.params_digest({path: assemble.digest_lib.array_digest(array) for path, array in whole.items()})
 
 
 def one_ulp_off(model: model_lib.Model) -> model_lib.Model:
     """Returns the model with one weight moved to the next bfloat16, and the digest of those weights."""
     params = flax.core.unfreeze(model.params)
-    kernel = np.array(params["layer_3"]["mlp"]["up_proj"]["kernel"])
-    kernel.view(np.uint16)[5, 7] += 1
+    first, *rest = params["layer_3"]["mlp"]["up_proj"]["kernel"]
+    first = np.array(first)
+    first.view(np.uint16)[5, 7] += 1
+    kernel = (first, *rest)
     params["layer_3"] = {**params["layer_3"], "mlp": {**params["layer_3"]["mlp"], "up_proj": {"kernel": kernel}}}
     return dataclasses.replace(model, params=params, digest=params_digest(params))
 
@@ -133,19 +132,59 @@ def test_other_rotary_tables_are_named(artifact, monkeypatch):
     assert caught.value.fields == ("rotary_tables",)
 
 
-def test_a_deposit_of_the_older_schema_loads_and_lists_and_its_missing_fields_are_named(artifact, tmp_path):
-    document = artifact.pin.document
-    for field in ("library", "rotary_tables", "self_test"):
-        del document[field]
-    older = dataclasses.replace(artifact, pin=pin_lib.Pin({**document, "schema": "kvgraft/pin/1", "cpu": None}))
+def older_pin(pin: pin_lib.Pin, version: int) -> pin_lib.Pin:
+    """Returns the pin as an engine of an older schema wrote it: each held the width of its step."""
+    document = pin.document
+    del document["program"]["draw"]
+    document |= {"schema": f"kvgraft/pin/{version}", "width": 10, "head_lanes": 4}
+    if version == 1:
+        for field in ("library", "rotary_tables", "self_test", "head_lanes"):
+            del document[field]
+        document["cpu"] = None
+    return pin_lib.Pin(document)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_deposit_of_an_older_schema_loads_and_lists_and_the_fields_that_differ_are_named(artifact, tmp_path, version):
+    older = dataclasses.replace(artifact, pin=older_pin(artifact.pin, version))
     artifact_id = storage.save_artifact(older, tmp_path)
     assert list(storage.list_artifacts(tmp_path)) == [artifact_id]
     older = storage.load_artifact(tmp_path, artifact_id)
-    with pytest.raises(errors.PinMismatch, match=r"self_test: '\w+\.*'? here, \(absent\) there") as caught:
+    with pytest.raises(errors.PinMismatch) as caught:
         tiny.engine().graft(older)
+    message = str(caught.value)
+    assert "width: (absent) here, 10 there" in message and f"'kvgraft/pin/3' here, 'kvgraft/pin/{version}'" in message
     cpu = ("cpu", "cpu.architecture", "cpu.instructions", "cpu.model")
-    assert caught.value.fields == (*cpu, "library", "rotary_tables", "schema", "self_test")
+    fields = {
+        1: (*cpu, "library", "program.draw", "rotary_tables", "schema", "self_test", "width"),
+        2: ("head_lanes", "program.draw", "schema", "width"),
+    }
+    assert caught.value.fields == fields[version]
     assert not tiny.engine().graft(older, allow_inexact=True).exact
+
+
+def test_where_bits_depend_on_the_width_there_is_one_and_the_pin_names_it(artifact, monkeypatch):
+    monkeypatch.setattr(width_probe, "check", lambda *_: width_probe.Verdict(False, "sum in float32: row 0 of 3"))
+    told = r"shapes: got \(2, 3, 8\), but on this machine .* \(sum in float32: row 0 of 3\), so all steps are 3 lanes"
+    with pytest.warns(errors.KVGraftWarning, match=told) as warned:
+        middle = tiny.engine.__wrapped__(shapes=(2, 3, 8))
+    assert warned[0].filename == tiny.__file__
+    narrow = tiny.engine.__wrapped__(shapes=(2,))  # Asked for by name: no warning.
+    assert (middle.shapes, narrow.shapes) == ((3,), (2,))
+    assert (middle.pin.document["width"], narrow.pin.document["width"]) == (3, 2)
+    with pytest.raises(errors.PinMismatch) as caught:
+        narrow.graft(artifact)
+    assert caught.value.fields == ("program.head", "program.step", "width")
+    with pytest.raises(errors.PinMismatch) as caught:
+        narrow.graft(middle.capture(middle.prefill([1, 2, 3])))
+    assert caught.value.fields == ("program.head", "program.step", "width")
+    with pytest.raises(errors.InputError, match="state: its step_config"):
+        narrow.extend(middle.prefill([1]), [2])
+
+
+def test_shapes_rows_and_capacity_are_not_part_of_the_pin(artifact):
+    assert tiny.engine.__wrapped__(shapes=(tiny.WIDTH,), rows=1, capacity=tiny.CAPACITY).pin == artifact.pin
+    assert not {"width", "head_lanes", "shapes", "rows", "capacity"} & set(artifact.pin.document)
 
 
 def test_another_cpu_is_named(artifact, monkeypatch):
@@ -183,7 +222,7 @@ def run(code: str, *arguments: str, cwd: pathlib.Path = ROOT, flags: str | None 
 
 
 def test_pin_is_the_same_in_another_process_and_folder(tmp_path):
-    code = "from tests import tiny; print(tiny.engine(capacity=96).pin.id)"
+    code = "from tests import no_thread_test, tiny; print(tiny.engine(capacity=96).pin.id)"
     assert run(code, cwd=tmp_path) == tiny.engine().pin.id
 
 
@@ -191,13 +230,14 @@ def test_xla_flags_are_named(tmp_path, artifact):
     """Deposited here; another process runs XLA with one more flag."""
     storage.save_artifact(artifact, tmp_path)
     code = (
-        "import sys; from tests import tiny; from kvgraft_jax import errors; from kvgraft_jax.grafting import storage\n"
+        "import sys; from tests import no_thread_test, tiny\n"
+        "from kvgraft_jax import errors; from kvgraft_jax.grafting import storage\n"
         "try: tiny.engine().graft(storage.load_artifact(*sys.argv[1:]))\n"
         "except errors.PinMismatch as error: print(*error.fields)"
     )
     flag = "--xla_cpu_prefer_vector_width=128"
     assert run(code, str(tmp_path), artifact.artifact_id, flags=flag) == "xla_flags"
-    flag = tiny.PORTABLE_CPU_FLAG
+    flag = tiny.NATIVE_CPU_FLAG
     assert run(code, str(tmp_path), artifact.artifact_id, flags=flag) == "xla_flags"
 
 

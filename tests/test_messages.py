@@ -54,6 +54,9 @@ def test_errors_stand_in_one_line(kind):
 def test_errors_that_list_things_keep_their_own_lines_alone():
     assert_plain(str(errors.TensorsError(HOSTILE, [HOSTILE, HOSTILE], "Do this.")), 4)
     assert_plain(str(errors.DeterminismError("line\n\x1bline")), 2)
+    refused = {1: errors.InputError(HOSTILE), 4: errors.CapacityError(HOSTILE)}
+    lines = str(errors.BatchError(refused)).splitlines()
+    assert lines == ["2 sequence(s) cannot be run, by index:", f"  1: {ESCAPED}", f"  4: {ESCAPED}"]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,14 @@ def test_errors_reach_the_parent_of_a_worker(error):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error) and str(copy) == str(error)
     assert vars(copy) == vars(error)
+
+
+def test_what_is_wrong_with_each_sequence_reaches_the_parent_too():
+    error = errors.BatchError({2: errors.CapacityError(HOSTILE), 5: errors.InputError("empty")})
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is errors.BatchError and str(copy) == str(error)
+    told = {index: (type(one), str(one)) for index, one in copy.errors.items()}
+    assert told == {2: (errors.CapacityError, ESCAPED), 5: (errors.InputError, "empty")}
 
 
 CALLS = {

@@ -10,7 +10,7 @@ from kvgraft_jax import digest, errors
 from kvgraft_jax import pin as pin_lib
 
 DOCUMENT = {
-    "schema": "kvgraft/pin/1",
+    "schema": pin_lib.SCHEMA,
     "model": {
         "vocab_size": 256,
         "layer_kinds": ["sliding", "full"],
@@ -23,14 +23,14 @@ DOCUMENT = {
     "tokenizer": None,
     "chat_template": "cd" * 32,
     "dtype": "bfloat16",
-    "width": 64,
     "kv_block": 128,
     "rotary_rule": "reference",
     "xla_flags": ["--xla_allow_excess_precision=false"],
     "jax": "0.10.2",
     "platform": "cpu",
     "device_kind": "cpu",
-    "program": {"step": "00" * 32, "head": "11" * 32},
+    "program": {"step": "00" * 32, "head": "11" * 32, "draw": "33" * 32},
+    "self_test": "44" * 32,
 }
 
 # One change of each kind that must be seen, with the field that must be named.
@@ -43,12 +43,14 @@ CHANGES = (
     (("model", "sliding", "window"), 9, "model.sliding.window"),
     (("model", "softcap"), 30.0, "model.softcap"),
     (("model", "layer_kinds"), ["full", "sliding"], "model.layer_kinds"),
-    (("width",), 128, "width"),
     (("kv_block",), 64, "kv_block"),
     (("jax",), "0.10.3", "jax"),
     (("xla_flags",), [], "xla_flags"),
     (("device_kind",), "NVIDIA H200", "device_kind"),
     (("program", "step"), "22" * 32, "program.step"),
+    (("program", "draw"), "22" * 32, "program.draw"),
+    (("self_test",), "22" * 32, "self_test"),
+    (("schema",), "kvgraft/pin/2", "schema"),
 )
 
 
@@ -89,9 +91,9 @@ def test_a_caller_cannot_change_a_pin():
     pin = pin_lib.Pin(source)
     before = pin.id
     source["model"]["sliding"]["window"] = 99
-    pin.document["width"] = 1
+    pin.document["kv_block"] = 1
     pin.document["model"]["vocab_size"] = 1
-    pin.fields()["width"] = 1
+    pin.fields()["kv_block"] = 1
     assert pin.id == before and pin.document == json.loads(json.dumps(DOCUMENT))
     with pytest.raises(AttributeError):
         pin.canonical = b"{}"

@@ -61,3 +61,13 @@ def test_graft_of_a_text_past_the_window(dtype, tmp_path):
     artifact_id = storage.save_artifact(donor.capture(donor.prefill(token_ids[:590])), tmp_path)
     state = donor.extend(donor.graft(storage.load_artifact(tmp_path, artifact_id)), token_ids[590:])
     assert compare.compare(state, prefilled(dtype, len(PROMPTS) - 1)).equal
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_artifact_of_one_width_is_that_of_the_platforms_widths(dtype):
+    """Past the window, read by steps of ten lanes: the same pin, rows and logits, so the same artifact."""
+    token_ids = PROMPTS[-1]["ids"]
+    narrow = engine_lib.Engine(engine(dtype).model, capacity=1024, shapes=(10,))
+    found = narrow.capture(narrow.prefill(token_ids), policy="full")
+    wanted = engine(dtype).capture(prefilled(dtype, len(PROMPTS) - 1), policy="full")
+    assert found.pin == wanted.pin and found.artifact_id == wanted.artifact_id

@@ -23,13 +23,15 @@ MAX_LINES = 399
 ROOMS = (
     *("errors", "notation", "digest", "paths", "progress", "forks", "remembered", "children", "token_ids"),
     *("xla_flags", "determinism", "host_memory", "device_memory", "pin", "text"),
-    *("gemma.config", "gemma.configurations", "gemma.parameters", "gemma.sharding", "gemma.rotary", "gemma.cache"),
-    *("gemma.layers", "gemma.attention", "gemma.experts", "gemma.per_layer", "gemma.transformer"),
-    *("runtime.model", "runtime.step", "runtime.run", "runtime.state"),
+    *("gemma.config", "gemma.configurations", "gemma.products", "gemma.parameters", "gemma.sharding", "gemma.rotary"),
+    *("gemma.cache", "gemma.pallas_product", "gemma.layers", "gemma.attention", "gemma.experts", "gemma.per_layer"),
+    "gemma.transformer",
+    *("runtime.model", "runtime.step", "runtime.sampling", "runtime.run", "runtime.state", "runtime.workspace"),
+    *("runtime.batch", "runtime.plans", "runtime.contexts"),
     *("checkpoints.fields", "checkpoints.files", "checkpoints.source", "checkpoints.assemble", "checkpoints.chats"),
     *("checkpoints.hf", "checkpoints.gguf", "checkpoints.orbax", "checkpoints.package", "checkpoints.random"),
     *("checkpoints.load", "grafting", "relocation"),
-    *("self_test", "thread_test", "engine"),
+    *("self_test", "thread_test", "width_probe", "identity", "engine"),
 )
 PROJECT = ("kvgraft_jax", "configs", "experiments", "tests")
 

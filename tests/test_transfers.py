@@ -14,19 +14,23 @@ ROOT = pathlib.Path(__file__).parents[1]
 _EVERY_CALL = """
 import sys
 import kvgraft_jax as kg
-from tests import tiny
+from tests import no_thread_test, tiny
 mesh = kg.make_mesh(int(sys.argv[2]))
 model = kg.load_model(tiny.URI, mesh=mesh)
-engine = kg.Engine(model, capacity=96, width=8, kv_block=16)
+engine = kg.Engine(model, capacity=96, shapes=(8,), rows=2, kv_block=16)
 state = engine.extend(engine.prefill(tiny.tokens(40)), [3])
 tokens, after = engine.generate(state, max_new_tokens=3, stop_ids=())
 engine.score(tiny.tokens(11))
+states = engine.extend_many(engine.prefill_many([[1, 2], [3], tiny.tokens(9)]), [[4], [5, 6], [7]])
+drawn = engine.generate_many(states, max_new_tokens=3, stop_ids=(), sampling=kg.Sampling(seed=1))
+alone = engine.generate(states[2], max_new_tokens=3, stop_ids=(), sampling=kg.Sampling(seed=1))
+assert drawn[2][0] == alone[0] and kg.compare(drawn[2][1], alone[1]).equal
 artifact = engine.capture(state)
 loaded = kg.load_artifact(sys.argv[1], kg.save_artifact(artifact, sys.argv[1]))
 again = engine.graft(loaded)
 assert kg.compare(state, again).equal and engine.verify(loaded)
 assert engine.generate(again, max_new_tokens=3, stop_ids=())[0] == tokens
-print("all", engine.pin.id)
+print("all", engine.pin.id, [tokens for tokens, _ in drawn])
 """
 
 

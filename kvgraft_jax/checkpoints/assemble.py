@@ -52,16 +52,19 @@ def assemble(source: source_lib.Source, dtype: np.dtype, mesh: sharding.Mesh | N
     parameters = parameters_lib.parameters(source.config)
     check_tensors(source, parameters)
 
-    def load(parameter: parameters_lib.Parameter) -> tuple[jax.Array, str]:
+    def load(parameter: parameters_lib.Parameter) -> tuple[parameters_lib.Leaf, str]:
         if parameter.name == parameters_lib.EMBEDDING_NAME and parameters_lib.HEAD_NAME in source.shapes:
             _check_head(source)
         array = aligned_empty(parameter.shape, dtype)
         _fill(source, parameter, array)
         array.flags.writeable = False
         content = digest_lib.array_digest(array)
-        # On a CPU the device array may be this very buffer; nothing writes to it any more.
-        place = sharding_lib.of_parameter(mesh, parameter)
-        return jax.device_put(array, place).block_until_ready(), content
+        # On a CPU the device array may be a view of this very buffer; nothing writes to it any more.
+        chunks = [
+            jax.device_put(chunk, sharding_lib.of_parameter(mesh, parameter, chunk.shape)).block_until_ready()
+            for chunk in parameter.split(array)
+        ]
+        return parameter.leaf(chunks), content
 
     return collect(source.origin, source.config, dtype, mesh, load)
 
@@ -71,16 +74,20 @@ def collect(
     config: config_lib.GemmaConfig,
     dtype: np.dtype,
     mesh: sharding.Mesh | None,
-    load: Callable[[parameters_lib.Parameter], tuple[jax.Array, str]],
+    load: Callable[[parameters_lib.Parameter], tuple[parameters_lib.Leaf, str]],
 ) -> Assembled:
-    """Returns the tree and digest of what `load` returns (device array, array digest) for each parameter.
+    """Returns the tree and digest of what `load` returns (leaf of the tree, array digest) for each parameter.
 
     Raises:
       ResourceError: the device has not enough memory; raised before the first call of `load`.
     """
     parameters = parameters_lib.parameters(config)
     total = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
-    needed = sum(sharding_lib.share_bytes(p.shape, dtype, sharding_lib.of_parameter(mesh, p)) for p in parameters)
+    needed = sum(
+        sharding_lib.share_bytes(shape, dtype, sharding_lib.of_parameter(mesh, parameter, shape))
+        for parameter in parameters
+        for shape in parameter.chunk_shapes
+    )
     device_memory.check(origin, needed, sharding_lib.devices(mesh), "only the parameters", "a smaller model")
     leaves, digests = {}, {}
     is_large, is_terminal = total > _PROGRESS_BYTES, progress.is_terminal()
@@ -91,7 +98,7 @@ def collect(
     ) as bar:
         for parameter in parameters:
             leaves[parameter.path], digests[parameter.path] = load(parameter)
-            bar.update(leaves[parameter.path].nbytes)
+            bar.update(math.prod(parameter.shape) * dtype.itemsize)
     return Assembled(parameters_lib.nest(leaves), params_digest(digests))
 
 

@@ -135,20 +135,26 @@ def initialise(
       mesh: over which the parameters are spread; None is the default device.
     """
 
-    def load(parameter: parameters_lib.Parameter) -> tuple[jax.Array, str]:
+    def load(parameter: parameters_lib.Parameter) -> tuple[parameters_lib.Leaf, str]:
         fan_in = parameter.stored_shape[-1] if parameter.matrices else parameter.shape[-1]
         bound = _FACTOR_RANGE if parameter.is_scale else math.sqrt(3.0 / fan_in)
         centre = 0 if config.norm_plus_one or not parameter.is_scale else round(2**23 / _FACTOR_RANGE)
         key = int.from_bytes(hashlib.sha256(f"{seed}/{parameter.path}".encode()).digest()[:8], "little")
         words = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
-        place = sharding_lib.of_parameter(mesh, parameter)
+        place = sharding_lib.of_parameter(mesh, parameter, parameter.shape)
         numbers = (*words, np.int32(centre), np.float32(bound * 2.0**-23))
         given = jax.device_put(numbers, sharding_lib.whole(mesh))
         values = _uniform(*given, parameter.shape, dtype, place)
         # An array keeps the host copy that it once gave out: hash that of a copy, which is dropped. One on the host
         # gives out itself.
         is_on_host = [device.platform for device in values.devices()] == ["cpu"]
-        return values, digest_lib.array_digest(jax.device_get(values if is_on_host else jnp.copy(values)))
+        content = digest_lib.array_digest(jax.device_get(values if is_on_host else jnp.copy(values)))
+        shapes = parameter.chunk_shapes
+        if len(shapes) == 1:
+            return parameter.leaf([values]), content
+        places = [sharding_lib.of_parameter(mesh, parameter, shape) for shape in shapes]
+        chunks = zip(parameter.split(values), places, strict=True)
+        return parameter.leaf([jax.device_put(chunk, place) for chunk, place in chunks]), content
 
     return assemble.collect(config.name, config, dtype, mesh, load)
 

@@ -9,6 +9,9 @@ bit.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 from flax import linen as nn
 import jax
 from jax import lax
@@ -16,72 +19,101 @@ import jax.numpy as jnp
 
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import layers
+from kvgraft_jax.gemma import layers, products
 from kvgraft_jax.gemma import rotary as rotary_lib
 
 MASKED = -1e30  # finite: exp(MASKED - MASKED) is 1, where infinities would give NaN
 
 
-def visible(query_T: jax.Array, slot_S: jax.Array, end: jax.Array, window: int | None) -> jax.Array:
-    """Tells which slots a query may see: earlier or own position, written, and inside the window.
+def visible(query_T: jax.Array, slot_S: jax.Array, window: int | None) -> jax.Array:
+    """Tells which slots a query may see: those of its own and earlier positions, inside the window.
 
     Args:
       query_T: int32 [T] positions of the queries.
-      slot_S: int32 [S] slots, which are the positions of the keys.
-      end: int32 scalar; slots from here on are unwritten, or written by idle lanes.
+      slot_S: int32 [S] positions of the keys.
       window: keys a query sees, itself included; None means all.
 
     Returns:
       bool [T, S].
     """
     distance_TxS = query_T[:, None] - slot_S[None, :]
-    seen_TxS = (distance_TxS >= 0) & (slot_S < end)[None, :]
-    return seen_TxS if window is None else seen_TxS & (distance_TxS < window)
+    return (distance_TxS >= 0) if window is None else (distance_TxS >= 0) & (distance_TxS < window)
 
 
 def query_key(q_KxGxTxH: jax.Array, k_SxKxH: jax.Array) -> jax.Array:
     """Multiplies every query with the keys of its head: float32 [K, G, T, S].
 
     With a single key/value head they are a product of two matrices. Written with a head axis of one, XLA's CPU backend
-    would transpose the keys, block by block, in every step.
+    would transpose the keys, block by block, in every step. Where a head's keys are a large matrix, products of parts
+    of the head width are added in order.
     """
     num_kv_heads, num_groups, num_lanes, head_dim = q_KxGxTxH.shape
-    if num_kv_heads > 1:
-        return layers.dot("KGTH,SKH->KGTS", q_KxGxTxH, k_SxKxH)
-    products = layers.dot("TH,SH->TS", q_KxGxTxH.reshape(-1, head_dim), k_SxKxH[:, 0])
-    return products.reshape(1, num_groups, num_lanes, -1)
+    total_KxGxTxS = None
+    for part in _parts(head_dim, k_SxKxH):
+        q_part_KxGxTxH, k_part_SxKxH = q_KxGxTxH[..., part], k_SxKxH[..., part]
+        if num_kv_heads > 1:
+            logits_KxGxTxS = products.dot("KGTH,SKH->KGTS", q_part_KxGxTxH, k_part_SxKxH)
+        else:
+            q_TxH = q_part_KxGxTxH.reshape(num_groups * num_lanes, -1)
+            logits_TxS = products.dot_rows("TH,SH->TS", q_TxH, k_part_SxKxH[:, 0])
+            logits_KxGxTxS = logits_TxS.reshape(1, num_groups, num_lanes, -1)
+        total_KxGxTxS = logits_KxGxTxS if total_KxGxTxS is None else total_KxGxTxS + logits_KxGxTxS
+    return total_KxGxTxS
 
 
 def weighted_values(p_KxGxTxS: jax.Array, v_SxKxH: jax.Array) -> jax.Array:
     """Sums the values of every head, weighted by the probabilities: float32 [K, G, T, H]; see `query_key`."""
     num_kv_heads, num_groups, num_lanes, num_slots = p_KxGxTxS.shape
-    if num_kv_heads > 1:
-        return layers.dot("KGTS,SKH->KGTH", p_KxGxTxS, v_SxKxH)
-    sums = layers.dot("TS,SH->TH", p_KxGxTxS.reshape(-1, num_slots), v_SxKxH[:, 0])
-    return sums.reshape(1, num_groups, num_lanes, -1)
+    parts_KxGxTxH = []
+    for part in _parts(v_SxKxH.shape[-1], v_SxKxH):
+        v_part_SxKxH = v_SxKxH[..., part]
+        if num_kv_heads > 1:
+            parts_KxGxTxH.append(products.dot("KGTS,SKH->KGTH", p_KxGxTxS, v_part_SxKxH))
+        else:
+            sums_TxH = products.dot_rows("TS,SH->TH", p_KxGxTxS.reshape(-1, num_slots), v_part_SxKxH[:, 0])
+            parts_KxGxTxH.append(sums_TxH.reshape(1, num_groups, num_lanes, -1))
+    return parts_KxGxTxH[0] if len(parts_KxGxTxH) == 1 else jnp.concatenate(parts_KxGxTxH, axis=-1)
+
+
+def _parts(head_dim: int, rows_SxKxH: jax.Array) -> list[slice]:
+    """Cuts the head width into parts in which a head's rows are a matrix small enough to have one order of sums."""
+    most = products.MOST_ELEMENTS.get(rows_SxKxH.dtype.name, rows_SxKxH.size)
+    width = max(16, most // rows_SxKxH.shape[0])
+    return [slice(start, min(start + width, head_dim)) for start in range(0, head_dim, width)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Queries of one sequence, in some or all lanes of a step.
+
+    Attributes:
+      q_rot_TxNxH: [T, N, H].
+      positions_T: int32 [T].
+      own_T: bool [T]; the other lanes belong to other sequences, and their results mean nothing.
+      first, last: int32 scalars, the lowest and highest position of its own lanes.
+      table_J: int32 [J], the cache block of each block of its positions.
+    """
+
+    q_rot_TxNxH: jax.Array
+    positions_T: jax.Array
+    own_T: jax.Array
+    first: jax.Array
+    last: jax.Array
+    table_J: jax.Array
 
 
 def block_attention(
-    q_rot_TxNxH: jax.Array,
-    layer: cache_lib.LayerCache,
-    start: jax.Array,
-    count: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-    kv_block: int,
+    queries: Queries, layer: cache_lib.LayerCache, *, scale: float, window: int | None, kv_block: int
 ) -> jax.Array:
-    """Computes causal attention of T lanes over the written slots of one layer.
+    """Computes causal attention of the lanes of one sequence over its written slots in one layer.
 
     Math: softmax(scale q k^T + mask) v, with the softmax in float32 and every other step rounded to the model dtype.
     Exact: where all values of its tokens are finite, a lane's result depends on its own query and its visible rows
-      alone, bit for bit: not on other lanes, on unwritten slots, or on the number of slots.
+      alone, bit for bit: not on the number of lanes, on other lanes, on unwritten slots, or on where blocks lie.
 
     Args:
-      q_rot_TxNxH: [T, N, H] queries at positions start..start+T-1.
-      layer: keys and values, rows of these T positions written already.
-      start: int32 scalar.
-      count: int32 scalar; lanes from here on are idle.
+      queries: the lanes; G queries for each key/value head, and with G = 1 two lanes or more.
+      layer: keys and values, rows of these lanes written already.
       scale: multiplies the logits.
       window: sliding window, or None.
       kv_block: slots per block.
@@ -89,24 +121,23 @@ def block_attention(
     Returns:
       [T, N, H] in q's dtype.
     """
-    dtype = q_rot_TxNxH.dtype
-    num_lanes, num_heads, head_dim = q_rot_TxNxH.shape
-    num_kv_heads = layer.k_rot_SxKxH.shape[1]
-    q_KxGxTxH = q_rot_TxNxH.reshape(num_lanes, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
-    query_T = start + jnp.arange(num_lanes, dtype=jnp.int32)
-    end = start + count
-    oldest = jnp.maximum(start - (window - 1), 0) if window else jnp.zeros_like(start)
-    first_block, last_block = oldest // kv_block, (end - 1) // kv_block + 1
+    dtype = queries.q_rot_TxNxH.dtype
+    num_lanes, num_heads, head_dim = queries.q_rot_TxNxH.shape
+    num_kv_heads = layer.k_rot_JxSxKxH.shape[2]
+    q_KxGxTxH = queries.q_rot_TxNxH.reshape(num_lanes, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
+    oldest = jnp.maximum(queries.first - (window - 1), 0) if window else jnp.zeros_like(queries.first)
+    first_block, last_block = oldest // kv_block, queries.last // kv_block + 1
 
     def slots(block):
-        """Returns the slots of a block, and which of them each lane sees."""
+        """Returns the positions of a block, and which of them each lane sees."""
         slot_S = block * kv_block + jnp.arange(kv_block, dtype=jnp.int32)
-        return slot_S, visible(query_T, slot_S, end, window)[None, None]
+        seen_TxS = visible(queries.positions_T, slot_S, window) & queries.own_T[:, None]
+        return slot_S, seen_TxS[None, None]
 
     def scores(block):
         """Computes the masked logits of one block's keys."""
         _, seen_1x1xTxS = slots(block)
-        k_rot_SxKxH = cache_lib.read_slots(layer.k_rot_SxKxH, block * kv_block, kv_block, dtype)
+        k_rot_SxKxH = cache_lib.read_block(layer.k_rot_JxSxKxH, queries.table_J[block], dtype)
         logits_KxGxTxS = query_key(q_KxGxTxH, k_rot_SxKxH).astype(dtype)
         return jnp.where(seen_1x1xTxS, layers.scale_by(logits_KxGxTxS, scale).astype(jnp.float32), MASKED)
 
@@ -114,11 +145,11 @@ def block_attention(
         max_KxGxT, sum_KxGxT, kept_JxKxGxTxS = carry
         logits_KxGxTxS, (_, seen_1x1xTxS) = scores(block), slots(block)
         new_max_KxGxT = jnp.maximum(max_KxGxT, jnp.max(logits_KxGxTxS, axis=-1))
-        exp_KxGxTxS = jnp.where(seen_1x1xTxS, jnp.exp(logits_KxGxTxS - new_max_KxGxT[..., None]), 0.0)
-        rescaled_KxGxT = sum_KxGxT * jnp.exp(max_KxGxT - new_max_KxGxT)
+        exp_KxGxTxS = jnp.where(seen_1x1xTxS, products.exp(logits_KxGxTxS - new_max_KxGxT[..., None]), 0.0)
+        rescaled_KxGxT = sum_KxGxT * products.exp((max_KxGxT - new_max_KxGxT)[..., None])[..., 0]
         if window:
             kept_JxKxGxTxS = lax.dynamic_update_index_in_dim(kept_JxKxGxTxS, logits_KxGxTxS, block - first_block, 0)
-        return new_max_KxGxT, rescaled_KxGxT + jnp.sum(exp_KxGxTxS, axis=-1), kept_JxKxGxTxS
+        return new_max_KxGxT, rescaled_KxGxT + products.row_sum(exp_KxGxTxS), kept_JxKxGxTxS
 
     def second_pass(block, out_KxGxTxH):
         slot_S, seen_1x1xTxS = slots(block)
@@ -126,10 +157,10 @@ def block_attention(
             logits_KxGxTxS = lax.dynamic_index_in_dim(kept_JxKxGxTxS, block - first_block, 0, keepdims=False)
         else:
             logits_KxGxTxS = scores(block)
-        p_KxGxTxS = jnp.exp(logits_KxGxTxS - max_KxGxT[..., None]) / sum_KxGxT[..., None]
+        p_KxGxTxS = products.exp(logits_KxGxTxS - max_KxGxT[..., None]) / sum_KxGxT[..., None]
         p_KxGxTxS = jnp.where(seen_1x1xTxS, p_KxGxTxS, 0.0).astype(dtype)
-        readable_S = (slot_S >= oldest) & (slot_S < end)
-        v_SxKxH = cache_lib.read_slots(layer.v_SxKxH, block * kv_block, kv_block, dtype)
+        readable_S = (slot_S >= oldest) & (slot_S <= queries.last)
+        v_SxKxH = cache_lib.read_block(layer.v_JxSxKxH, queries.table_J[block], dtype)
         v_SxKxH = jnp.where(readable_S[:, None, None], v_SxKxH, jnp.zeros((), dtype))  # 0 x NaN is NaN
         return out_KxGxTxH + weighted_values(p_KxGxTxS, v_SxKxH)
 
@@ -145,6 +176,60 @@ def block_attention(
     nothing = jnp.zeros((*heads_lanes, head_dim), jnp.float32)
     out_KxGxTxH = lax.fori_loop(first_block, last_block, second_pass, nothing)
     return out_KxGxTxH.astype(dtype).transpose(2, 0, 1, 3).reshape(num_lanes, num_heads, head_dim)
+
+
+def lanes_attention(
+    q_rot_TxNxH: jax.Array,
+    layer: cache_lib.LayerCache,
+    lanes: cache_lib.Lanes,
+    *,
+    scale: float,
+    window: int | None,
+    kv_block: int,
+) -> jax.Array:
+    """Computes attention of every live lane over the slots of its own row; idle lanes get zeros.
+
+    Lanes that are alone in their row attend one by one, stretches of a row one stretch at a time, so the work follows
+    the keys that live lanes see. A step of few lanes has no program for stretches.
+
+    Exact: as `block_attention`: a lane's result does not depend on the lanes of other rows either.
+
+    Args:
+      q_rot_TxNxH: [T, N, H].
+      layer: keys and values, rows of all lanes written already.
+      lanes: of the step.
+      scale, window, kv_block: as for `block_attention`.
+
+    Returns:
+      [T, N, H] in q's dtype.
+    """
+    num_lanes, num_heads, _ = q_rot_TxNxH.shape
+    copies = 2 if num_heads == layer.k_rot_JxSxKxH.shape[2] else 1  # A product with a single row has another order.
+    attend = functools.partial(block_attention, layer=layer, scale=scale, window=window, kv_block=kv_block)
+
+    def single(index, out_TxNxH):
+        lane = lanes.singles_T[index]
+        q_1xNxH = lax.dynamic_slice_in_dim(q_rot_TxNxH, lane, 1)
+        position, table_J = lanes.positions_T[lane], lanes.table_BxJ[lanes.rows_T[lane]]
+        queries = Queries(
+            jnp.concatenate([q_1xNxH] * copies), jnp.full(copies, position), jnp.ones(copies, bool), position, position,
+            table_J,
+        )  # fmt: skip
+        return lax.dynamic_update_slice_in_dim(out_TxNxH, attend(queries)[:1], lane, 0)
+
+    def piece(index, out_TxNxH):
+        first_lane, count = lanes.pieces_Tx2[index]
+        last_lane, lane_T = first_lane + count - 1, jnp.arange(num_lanes, dtype=jnp.int32)
+        own_T = (lane_T >= first_lane) & (lane_T <= last_lane)
+        first, last = lanes.positions_T[first_lane], lanes.positions_T[last_lane]
+        table_J = lanes.table_BxJ[lanes.rows_T[first_lane]]
+        found_TxNxH = attend(Queries(q_rot_TxNxH, lanes.positions_T, own_T, first, last, table_J))
+        return jnp.where(own_T[:, None, None], found_TxNxH, out_TxNxH)
+
+    out_TxNxH = lax.fori_loop(0, lanes.counts_3[1], single, jnp.zeros_like(q_rot_TxNxH))
+    if num_lanes < cache_lib.FEWEST_FOR_PIECES:
+        return out_TxNxH
+    return lax.fori_loop(0, lanes.counts_3[2], piece, out_TxNxH)
 
 
 class Attention(nn.Module):
@@ -183,16 +268,15 @@ class Attention(nn.Module):
         x_TxD: jax.Array,
         rotary: rotary_lib.RotaryRows,
         layer: cache_lib.LayerCache,
-        start: jax.Array,
-        count: jax.Array,
+        lanes: cache_lib.Lanes,
     ) -> tuple[jax.Array, cache_lib.LayerCache]:
         """Attends to the written slots; a layer that owns keys and values writes them first.
 
         Args:
           x_TxD: [T, D].
-          rotary: the rotary rows of these T positions.
+          rotary: the rotary rows of the lanes' positions.
           layer: the cache of this layer, or of the one whose keys and values it reads.
-          start, count: int32 scalars.
+          lanes: of the step.
 
         Returns:
           [T, D], and the cache.
@@ -203,12 +287,11 @@ class Attention(nn.Module):
             v_TxKxH = k_raw_TxKxH if self.attention.values_are_keys else self.v_proj(x_TxD)
             v_TxKxH = self.v_norm(v_TxKxH) if self.config.value_norm else v_TxKxH
             k_rot_TxKxH = rotary_lib.rotate(self.k_norm(k_raw_TxKxH), rotary.cos_TxR, rotary.sin_TxR)
-            layer = cache_lib.write_rows(layer, k_rot_TxKxH, v_TxKxH, start)
-        out_TxNxH = block_attention(
+            layer = cache_lib.write_rows(layer, k_rot_TxKxH, v_TxKxH, lanes)
+        out_TxNxH = lanes_attention(
             q_rot_TxNxH,
             layer,
-            start,
-            count,
+            lanes,
             scale=self.config.query_scale,
             window=self.attention.window,
             kv_block=self.kv_block,

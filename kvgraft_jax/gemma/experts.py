@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import layers
+from kvgraft_jax.gemma import layers, products
 
 
 class Router(nn.Module):
@@ -34,11 +34,13 @@ class Router(nn.Module):
         z_TxD = layers.RMSNorm(self.eps, has_weight=False)(x_TxD) * scale_D[None]
         z_TxD = layers.scale_by(z_TxD, embed_dim**-0.5)
         logits_TxE = layers.Linear((embed_dim, num_experts), name="proj")(z_TxD)
-        p_TxE = jax.nn.softmax(logits_TxE.astype(jnp.float32), axis=-1)
+        logits_TxE = logits_TxE.astype(jnp.float32)
+        exp_TxE = products.exp(logits_TxE - jnp.max(logits_TxE, axis=-1, keepdims=True))
+        p_TxE = exp_TxE / products.row_sum(exp_TxE)[..., None]
         top_TxC, chosen_TxC = lax.top_k(p_TxE, self.config.top_k)
-        top_TxC = top_TxC / jnp.sum(top_TxC, axis=-1, keepdims=True)
+        top_TxC = top_TxC / products.row_sum(top_TxC)[..., None]
         is_chosen_TxCxE = chosen_TxC[..., None] == jnp.arange(num_experts)[None, None]
-        weight_TxE = jnp.sum(jnp.where(is_chosen_TxCxE, top_TxC[..., None], 0.0), axis=1)
+        weight_TxE = jnp.max(jnp.where(is_chosen_TxCxE, top_TxC[..., None], 0.0), axis=1)  # Each is chosen once.
         return jnp.any(is_chosen_TxCxE, axis=1), weight_TxE * expert_scale_E.astype(jnp.float32)[None]
 
 
@@ -56,22 +58,29 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_TxD: jax.Array, is_chosen_TxE: jax.Array, weight_TxE: jax.Array, count: jax.Array
+        self, x_TxD: jax.Array, is_chosen_TxE: jax.Array, weight_TxE: jax.Array, is_live_T: jax.Array
     ) -> jax.Array:
-        """Applies the experts that the router chose to x [T, D]; lanes from `count` on are idle. Returns [T, D]."""
+        """Applies the experts that the router chose to x [T, D] of the live lanes, bool [T]. Returns [T, D]."""
         num_experts, hidden_dim, embed_dim = self.config.num_experts, self.config.hidden_dim, x_TxD.shape[-1]
         dtype = x_TxD.dtype
-        initializer = nn.initializers.zeros_init()
-        gate_up_ExDxF = self.param("gate_up", initializer, (num_experts, embed_dim, 2 * hidden_dim), dtype)
-        down_ExFxD = self.param("down", initializer, (num_experts, hidden_dim, embed_dim), dtype)
-        is_live_T = jnp.arange(x_TxD.shape[0], dtype=jnp.int32) < count
+
+        def chunks(length: int, width: int) -> tuple[jax.Array, ...]:
+            sizes = products.chunk_sizes(length)
+            return tuple(jnp.zeros((num_experts, size, width), dtype) for size in sizes)
+
+        gate_up = self.param("gate_up", lambda _: chunks(embed_dim, 2 * hidden_dim))
+        down = self.param("down", lambda _: chunks(hidden_dim, embed_dim))
+
+        def apply(x_TxD: jax.Array, stack: tuple[jax.Array, ...], expert: jax.Array) -> jax.Array:
+            return products.product(x_TxD, tuple(chunk_ExDxF[expert] for chunk_ExDxF in stack)).astype(dtype)
+
         is_used_E = jnp.any(is_chosen_TxE & is_live_T[:, None], axis=0)
         (used_E,) = jnp.nonzero(is_used_E, size=num_experts, fill_value=0)
 
         def add_expert(index, out_TxD):
             expert = used_E[index]
-            gate_TxF, up_TxF = jnp.split(layers.dot("TD,DF->TF", x_TxD, gate_up_ExDxF[expert]).astype(dtype), 2, axis=1)
-            y_TxD = layers.dot("TF,FD->TD", layers.gelu(gate_TxF) * up_TxF, down_ExFxD[expert]).astype(dtype)
+            gate_TxF, up_TxF = jnp.split(apply(x_TxD, gate_up, expert), 2, axis=1)
+            y_TxD = apply(layers.gelu(gate_TxF) * up_TxF, down, expert)
             part_TxD = (y_TxD.astype(jnp.float32) * weight_TxE[:, expert][:, None]).astype(dtype)
             return jnp.where(is_chosen_TxE[:, expert][:, None], out_TxD + part_TxD, out_TxD)
 

@@ -1,4 +1,4 @@
-"""The pieces every block is made of: rounded matrix products, scaling, RMSNorm, embedding and feed-forward layer.
+"""The pieces every block is made of: linear layers, scaling, RMSNorm, embedding and feed-forward layer.
 
 Flax initialises every parameter with zeros: weights come from a checkpoint, or from `weights.random_init`.
 """
@@ -12,19 +12,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-
-def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies matrices, accumulated in float32; the caller decides when to round.
-
-    Args:
-      equation: einsum string in the repository's letters.
-      a, b: operands of one dtype, bfloat16 or float32.
-
-    Returns:
-      float32.
-    """
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+from kvgraft_jax.gemma import products
 
 
 def scale_by(x: jax.Array, scale: float) -> jax.Array:
@@ -38,10 +26,9 @@ def softcap(x: jax.Array, cap: float) -> jax.Array:
     return scale_by(bounded, cap)
 
 
-def look_up(table: jax.Array, tokens_T: jax.Array) -> jax.Array:
-    """Gathers rows of a table [V, ..., D] and multiplies by sqrt(D), itself first rounded to the table's dtype."""
-    scale = jnp.asarray(math.sqrt(table.shape[-1]), jnp.float32).astype(table.dtype)
-    return jnp.take(table, tokens_T, axis=0, mode="clip") * scale
+def scale_rows(rows: jax.Array) -> jax.Array:
+    """Multiplies rows of an embedding table, [..., D], by sqrt(D), itself first rounded to the table's dtype."""
+    return rows * jnp.asarray(math.sqrt(rows.shape[-1]), jnp.float32).astype(rows.dtype)
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -55,6 +42,8 @@ class Linear(nn.Module):
     Input axes but the first are summed over with the first axes of the kernel; its others are the output's. As
     matrices, both lie in memory as they are: for an einsum of three axes XLA would copy the kernel in every step.
 
+    The parameter is a tuple: the kernel in chunks of its first axis (`products.product`).
+
     Attributes:
       shape: shape of the kernel.
     """
@@ -63,11 +52,16 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.zeros_init(), self.shape, x.dtype)
-        num_lanes, out_shape = x.shape[0], self.shape[x.ndim - 1 :]
+        num_lanes, num_summed = x.shape[0], x.ndim - 1
+        kernel = self.param("kernel", self._zeros, num_summed, x.dtype)
+        out_shape = self.shape[num_summed:]
         x_TxD = x.reshape(num_lanes, -1)
-        out_TxF = dot("TD,DF->TF", x_TxD, kernel.reshape(x_TxD.shape[1], -1)).astype(x.dtype)
-        return out_TxF.reshape(num_lanes, *out_shape)
+        chunks = tuple(chunk.reshape(-1, math.prod(out_shape)) for chunk in kernel)
+        return products.product(x_TxD, chunks).astype(x.dtype).reshape(num_lanes, *out_shape)
+
+    def _zeros(self, _, num_summed: int, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+        sizes = products.chunk_sizes(self.shape[0], math.prod(self.shape[1:num_summed]))
+        return tuple(jnp.zeros((size, *self.shape[1:]), dtype) for size in sizes)
 
 
 class RMSNorm(nn.Module):
@@ -88,7 +82,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(lax.square(wide), axis=-1, keepdims=True)
+        mean_square = products.row_sum(lax.square(wide))[..., None] / jnp.float32(x.shape[-1])
         # Not lax.rsqrt, which on x86 begins with an approximation that differs from vendor to vendor; the barrier keeps
         # XLA from putting it back. A square root and a division are correctly rounded everywhere.
         root = lax.optimization_barrier(jnp.sqrt(mean_square + jnp.float32(self.eps)))
@@ -114,16 +108,21 @@ class Embedder(nn.Module):
     dtype: jnp.dtype
 
     def setup(self):
-        shape = (self.vocab_size, self.embed_dim)
-        self.embedding_VxD = self.param("embedding", nn.initializers.zeros_init(), shape, self.dtype)
+        self.embedding = self.param("embedding", self._zeros)
+
+    def _zeros(self, _) -> tuple[jax.Array, ...]:
+        """Returns chunks [V, D_i] of the table."""
+        sizes = products.chunk_sizes(self.embed_dim)
+        return tuple(jnp.zeros((self.vocab_size, size), self.dtype) for size in sizes)
 
     def encode(self, tokens_T: jax.Array) -> jax.Array:
         """Returns embeddings [T, D] times sqrt(D), the square root itself rounded to the model dtype first."""
-        return look_up(self.embedding_VxD, tokens_T)
+        rows = [jnp.take(chunk, tokens_T, axis=0, mode="clip") for chunk in self.embedding]
+        return scale_rows(jnp.concatenate(rows, axis=1))
 
     def decode(self, hidden_TxD: jax.Array) -> jax.Array:
         """Computes logits [T, V] in the model dtype."""
-        return dot("TD,VD->TV", hidden_TxD, self.embedding_VxD).astype(self.dtype)
+        return products.product_with_rows(hidden_TxD, self.embedding).astype(self.dtype)
 
 
 class FeedForward(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 
 from kvgraft_jax.gemma import layers
 
@@ -34,7 +35,8 @@ class PerLayerEmbedder(nn.Module):
         project = layers.Linear((embed_dim, self.num_layers, self.dim), name="proj")
         context_TxLxP = layers.scale_by(project(x_TxD), embed_dim**-0.5)
         context_TxLxP = layers.RMSNorm(self.eps, name="norm")(context_TxLxP)
-        return layers.scale_by(context_TxLxP + layers.look_up(table_VxLxP, tokens_T), 2**-0.5)
+        rows_TxLxP = layers.scale_rows(jnp.take(table_VxLxP, tokens_T, axis=0, mode="clip"))
+        return layers.scale_by(context_TxLxP + rows_TxLxP, 2**-0.5)
 
 
 class PerLayerInput(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jax import lax, sharding
+from jax import sharding
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,9 +38,10 @@ class RotaryTable:
     sin_SxR: jax.Array
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RotaryRows:
-    """The rows of a table for T consecutive positions.
+    """The rows of a table for T positions.
 
     Attributes:
       cos_TxR, sin_TxR: [T, R] in the model dtype.
@@ -58,12 +59,11 @@ class RotaryTables:
     sliding: RotaryTable
     full: RotaryTable
 
-    def rows(self, kind: str, start: jax.Array, num_positions: int) -> RotaryRows:
-        """Returns the rows of positions start..start + num_positions - 1 for one attention kind."""
+    def rows(self, kind: str, positions_T: jax.Array) -> RotaryRows:
+        """Returns the rows of T positions for one attention kind."""
         table = self.sliding if kind == config_lib.SLIDING else self.full
         return RotaryRows(
-            lax.dynamic_slice_in_dim(table.cos_SxR, start, num_positions),
-            lax.dynamic_slice_in_dim(table.sin_SxR, start, num_positions),
+            *(jnp.take(table_SxR, positions_T, axis=0, mode="clip") for table_SxR in (table.cos_SxR, table.sin_SxR))
         )
 
 

@@ -82,15 +82,17 @@ def whole(mesh: sharding.Mesh | None) -> sharding.Sharding | None:
     return None if mesh is None else sharding.NamedSharding(mesh, sharding.PartitionSpec())
 
 
-def of_parameter(mesh: sharding.Mesh | None, parameter: parameters_lib.Parameter) -> sharding.Sharding | None:
-    """Returns the sharding of one parameter."""
+def of_parameter(
+    mesh: sharding.Mesh | None, parameter: parameters_lib.Parameter, shape: tuple[int, ...]
+) -> sharding.Sharding | None:
+    """Returns the sharding of one parameter, or of a chunk of it, in the given shape."""
     name = "/".join(parameter.path.removesuffix("/kernel").split("/")[-2:])
-    return whole(mesh) if mesh is None or name not in _DIVIDED else _divide(mesh, parameter.shape, _DIVIDED[name])
+    return whole(mesh) if mesh is None or name not in _DIVIDED else _divide(mesh, shape, _DIVIDED[name])
 
 
 def of_rows(mesh: sharding.Mesh | None, shape: tuple[int, ...]) -> sharding.Sharding | None:
-    """Returns the sharding of keys or values [S, K, H] of one layer."""
-    return None if mesh is None else _divide(mesh, shape, 1)
+    """Returns the sharding of keys or values [..., K, H]."""
+    return None if mesh is None else _divide(mesh, shape, len(shape) - 2)
 
 
 def keep_whole(mesh: sharding.Mesh | None, array: jax.Array) -> jax.Array:
@@ -98,9 +100,9 @@ def keep_whole(mesh: sharding.Mesh | None, array: jax.Array) -> jax.Array:
     return array if mesh is None else lax.with_sharding_constraint(array, whole(mesh))
 
 
-def keep_rows(mesh: sharding.Mesh | None, array_SxKxH: jax.Array) -> jax.Array:
-    """Tells the compiler, inside a program, to leave keys or values as the cache is sharded."""
-    return array_SxKxH if mesh is None else lax.with_sharding_constraint(array_SxKxH, of_rows(mesh, array_SxKxH.shape))
+def keep_rows(mesh: sharding.Mesh | None, rows: jax.Array) -> jax.Array:
+    """Tells the compiler, inside a program, to leave keys or values [..., K, H] as the cache is sharded."""
+    return rows if mesh is None else lax.with_sharding_constraint(rows, of_rows(mesh, rows.shape))
 
 
 def share_bytes(shape: tuple[int, ...], dtype: np.dtype, place: sharding.Sharding | None) -> int:

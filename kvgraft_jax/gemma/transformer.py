@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+import dataclasses
+
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -50,30 +53,35 @@ class Block(nn.Module):
         if config.layer_scalar:
             self.layer_scalar = self.param("layer_scalar", nn.initializers.zeros_init(), (1,), self.dtype)
 
+    @property
+    def form(self) -> tuple[str, bool, int]:
+        """Returns what tells layers apart: those of one form are one program, called with other parameters."""
+        config, index = self.config, self.index
+        return config.layer_kinds[index], index < config.num_kv_layers, config.feedforward_dim(index)
+
     def __call__(
         self,
         x_TxD: jax.Array,
         rotary: rotary_lib.RotaryRows,
         layer: cache_lib.LayerCache,
         vector_TxP: jax.Array | None,
-        start: jax.Array,
-        count: jax.Array,
+        lanes: cache_lib.Lanes,
     ) -> tuple[jax.Array, cache_lib.LayerCache]:
         """Runs the layer over T lanes.
 
         Args:
           x_TxD: [T, D], the stream.
-          rotary, layer, start, count: as for `Attention`.
+          rotary, layer, lanes: as for `Attention`.
           vector_TxP: [T, P], what the token adds to this layer; None where the model has no such vectors.
 
         Returns:
           [T, D], and the cache.
         """
         with jax.named_scope("attention"):
-            branch_TxD, layer = self.attention(self.pre_attention_norm(x_TxD), rotary, layer, start, count)
+            branch_TxD, layer = self.attention(self.pre_attention_norm(x_TxD), rotary, layer, lanes)
             x_TxD = x_TxD + self.post_attention_norm(branch_TxD)
         with jax.named_scope("feedforward"):
-            x_TxD = x_TxD + self.post_feedforward_norm(self._feedforward(x_TxD, count))
+            x_TxD = x_TxD + self.post_feedforward_norm(self._feedforward(x_TxD, lanes.live_T > 0))
         if vector_TxP is not None:
             with jax.named_scope("per_layer_input"):
                 x_TxD = self.per_layer_input(x_TxD, vector_TxP)
@@ -81,21 +89,35 @@ class Block(nn.Module):
             x_TxD = x_TxD * self.layer_scalar[None]
         return x_TxD, layer
 
-    def _feedforward(self, x_TxD: jax.Array, count: jax.Array) -> jax.Array:
+    def _feedforward(self, x_TxD: jax.Array, is_live_T: jax.Array) -> jax.Array:
         dense_TxD = self.mlp(self.pre_feedforward_norm(x_TxD))
         if self.config.experts is None:
             return dense_TxD
         is_chosen_TxE, weight_TxE = self.router(x_TxD)
-        routed_TxD = self.experts(self.pre_experts_norm(x_TxD), is_chosen_TxE, weight_TxE, count)
+        routed_TxD = self.experts(self.pre_experts_norm(x_TxD), is_chosen_TxE, weight_TxE, is_live_T)
         return self.post_dense_norm(dense_TxD) + self.post_experts_norm(routed_TxD)
 
 
-class Transformer(nn.Module):
-    """A Gemma text decoder over T consecutive positions and an explicit cache.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Embedded:
+    """What the layers of a step start from.
 
-    `__call__` and `head` are separate because most steps of a prefill need no logits. With
-    `mutable=["intermediates"]` the hidden states are collected under "hidden_TxD": the scaled embeddings, then the
-    residual stream after each layer.
+    Attributes:
+      x_TxD: [T, D], the scaled embeddings.
+      rotary: rows of the rotary tables, by attention kind.
+      vectors_TxP: for each layer [T, P], what the token adds to it; None where the model has no such vectors.
+    """
+
+    x_TxD: jax.Array
+    rotary: Mapping[str, rotary_lib.RotaryRows]
+    vectors_TxP: tuple[jax.Array | None, ...]
+
+
+class Transformer(nn.Module):
+    """A Gemma text decoder over the T lanes of a step and an explicit cache.
+
+    `__call__` runs `embed`, the layers and `finish`. `head` is separate because most steps of a prefill need no logits.
 
     Attributes:
       config: the decoder.
@@ -118,40 +140,39 @@ class Transformer(nn.Module):
             )
 
     def __call__(
-        self,
-        tokens_T: jax.Array,
-        tables: rotary_lib.RotaryTables,
-        cache: cache_lib.Cache,
-        start: jax.Array,
-        count: jax.Array,
+        self, lanes: cache_lib.Lanes, tables: rotary_lib.RotaryTables, cache: cache_lib.Cache
     ) -> tuple[jax.Array, cache_lib.Cache]:
-        """Runs T lanes at positions start..start+T-1, of which the first `count` hold tokens.
+        """Runs T lanes.
 
         Args:
-          tokens_T: int32 [T]; idle lanes may hold anything.
-          tables: rotary tables of at least start + T positions.
-          cache: slots 0..start-1 written; start + T slots or more.
-          start, count: int32 scalars.
+          lanes: tokens, positions and rows.
+          tables: rotary tables that reach every position.
+          cache: every earlier position of the lanes' rows written.
 
         Returns:
-          Hidden states [T, D] after the final norm, and the cache with rows start..start+T-1 written.
+          Hidden states [T, D] after the final norm, and the cache with the rows of all live lanes written.
         """
-        num_lanes = tokens_T.shape[0]
-        rows = {kind: tables.rows(kind, start, num_lanes) for kind in (config_lib.SLIDING, config_lib.FULL)}
-        vectors_TxLxP = None
-        with jax.named_scope("embed"):
-            x_TxD = self.embedder.encode(tokens_T)
-            if self.config.per_layer is not None:
-                vectors_TxLxP = self.per_layer_embedder(x_TxD, tokens_T)
-        self.sow("intermediates", "hidden_TxD", x_TxD)
-        layer_caches = list(cache.layers)
+        embedded, caches = self.embed(lanes, tables), list(cache.layers)
+        x_TxD = embedded.x_TxD
         for index, block in enumerate(self.layer):
-            owner = self.config.kv_layer(index)
-            vector_TxP = None if vectors_TxLxP is None else vectors_TxLxP[:, index]
-            rotary = rows[self.config.layer_kinds[index]]
-            x_TxD, layer_caches[owner] = block(x_TxD, rotary, layer_caches[owner], vector_TxP, start, count)
-            self.sow("intermediates", "hidden_TxD", x_TxD)
-        return self.final_norm(x_TxD), cache_lib.Cache(tuple(layer_caches))
+            owner, rotary = self.config.kv_layer(index), embedded.rotary[self.config.layer_kinds[index]]
+            x_TxD, caches[owner] = block(x_TxD, rotary, caches[owner], embedded.vectors_TxP[index], lanes)
+        return self.finish(x_TxD), cache_lib.Cache(tuple(caches))
+
+    def embed(self, lanes: cache_lib.Lanes, tables: rotary_lib.RotaryTables) -> Embedded:
+        """Looks up what the layers start from; the arguments are those of `__call__`."""
+        rotary = {kind: tables.rows(kind, lanes.positions_T) for kind in (config_lib.SLIDING, config_lib.FULL)}
+        vectors_TxP = (None,) * self.config.num_layers
+        with jax.named_scope("embed"):
+            x_TxD = self.embedder.encode(lanes.tokens_T)
+            if self.config.per_layer is not None:
+                vectors_TxLxP = self.per_layer_embedder(x_TxD, lanes.tokens_T)
+                vectors_TxP = tuple(vectors_TxLxP[:, index] for index in range(self.config.num_layers))
+        return Embedded(x_TxD, rotary, vectors_TxP)
+
+    def finish(self, x_TxD: jax.Array) -> jax.Array:
+        """Norms the residual stream after the last layer: hidden states [T, D]."""
+        return self.final_norm(x_TxD)
 
     def head(self, hidden_TxD: jax.Array) -> jax.Array:
         """Computes next-token logits: float32 [T, V], holding values of the model dtype."""

@@ -62,10 +62,9 @@ def read_stacks(state: state_lib.State, policy: str) -> tuple[artifact_lib.KVSta
     Raises:
       CaptureError: a row holds NaN or an infinity; and what `plan_capture` raises.
     """
-    stacks, config = [], state.step_config
-    for plan in plan_capture(state, policy):
-        layers = tuple(state.cache.layers[index] for index in plan.layers)
-        kv_Lx2xSxKxH = rows.read_rows(layers, plan.start, state.length, config.kv_block, config.jnp_dtype)
+    stacks, dtype = [], state.step_config.jnp_dtype
+    for index, plan in enumerate(plan_capture(state, policy)):
+        kv_Lx2xSxKxH = rows.read_rows(state.blocks, index, plan.start, state.length, dtype)
         stacks.append(artifact_lib.KVStack(plan.kind, plan.layers, plan.start, kv_Lx2xSxKxH))
     return tuple(stacks)
 

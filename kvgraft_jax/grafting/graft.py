@@ -19,7 +19,7 @@ from kvgraft_jax.runtime import step as step_lib
 MACHINE_FIELDS = (
     "cpu",
     "device_kind",
-    "head_lanes",
+    "head_lanes",  # Of older pins.
     "jax",
     "jaxlib",
     "kv_block",
@@ -108,25 +108,24 @@ def plan_graft(
     return not differences
 
 
-def apply_graft(artifact: artifact_lib.Artifact, num_slots: int, mesh: sharding.Mesh | None = None) -> cache_lib.Cache:
-    """Returns a fresh cache that holds the artifact's rows at their own positions.
+def apply_graft(
+    artifact: artifact_lib.Artifact, kv_block: int, mesh: sharding.Mesh | None = None
+) -> tuple[cache_lib.CacheBlock, ...]:
+    """Returns blocks that hold the artifact's rows at their own positions.
 
     Exact: bit-exact copy of every row.
     """
-    layers: dict[int, cache_lib.LayerCache] = {}
-    for stack in artifact.stacks:
-        placed = rows.place_rows(stack.kv_Lx2xSxKxH, stack.start, num_slots, mesh)
-        layers.update(zip(stack.layers, placed, strict=True))
-    return cache_lib.Cache(tuple(layers[index] for index in sorted(layers)))
+    kinds = [rows.place_rows(stack.kv_Lx2xSxKxH, stack.start, kv_block, mesh) for stack in artifact.stacks]
+    return tuple(cache_lib.CacheBlock(block) for block in zip(*kinds, strict=True))
 
 
 def graft(
-    artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, capacity: int, *, exact: bool
+    artifact: artifact_lib.Artifact, config: step_lib.StepConfig, weights: str, *, exact: bool
 ) -> state_lib.State:
     """Restores the captured state in a fresh context; `exact` is what `plan_graft` returned."""
     sliding_starts = [stack.start for stack in artifact.stacks if stack.kind == config_lib.SLIDING]
     return state_lib.State(
-        cache=apply_graft(artifact, config.num_slots(capacity), config.mesh),
+        blocks=apply_graft(artifact, config.kv_block, config.mesh),
         token_ids=artifact.token_ids,
         logits=jax.device_put(artifact.logits_V, sharding_lib.whole(config.mesh)),
         step_config=config,

@@ -1,57 +1,59 @@
-"""Moving K/V rows between a cache and the host as bit patterns."""
+"""Moving K/V rows between the blocks of a context and the host as bit patterns."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 
 import jax
-from jax import lax, sharding
+from jax import sharding
 import numpy as np
 
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import sharding as sharding_lib
 
-LayerCaches = tuple[cache_lib.LayerCache, ...]
 
-
-@functools.partial(jax.jit, static_argnames="kv_block")
-def read_block(array_SxKxH: jax.Array, block: jax.Array, *, kv_block: int) -> jax.Array:
-    """Reads the rows of one block of keys or values: [kv_block, K, H].
+def read_rows(blocks: Sequence[cache_lib.CacheBlock], kind: int, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+    """Copies rows start..stop-1 of an attention kind to the host, in the model's dtype: [L, 2, stop - start, K, H].
 
     Exact: bit-exact copy.
+
+    Args:
+      blocks: of the context, all of them.
+      kind: number of the attention kind, as in `CacheBlock.kinds`.
+      start, stop: positions.
+      dtype: of the model.
     """
-    return lax.dynamic_slice_in_dim(array_SxKxH, block * kv_block, kv_block)
-
-
-def read_rows(layers: LayerCaches, start: int, stop: int, kv_block: int, dtype: np.dtype) -> np.ndarray:
-    """Reads rows start..stop-1 of some layers on the host, in the model's dtype: [L, 2, stop - start, K, H]."""
-    like = layers[0].k_rot_SxKxH
-    kv_Lx2xSxKxH = np.empty((len(layers), 2, stop - start, *like.shape[1:]), like.dtype)
-    place = sharding_lib.whole(like.sharding.mesh if isinstance(like.sharding, sharding.NamedSharding) else None)
-    for index, layer in enumerate(layers):
-        for side, array_SxKxH in enumerate((layer.k_rot_SxKxH, layer.v_SxKxH)):
-            for block in range(start // kv_block, (stop - 1) // kv_block + 1):
-                first = block * kv_block
-                low, high = max(start, first), min(stop, first + kv_block)
-                block_SxKxH = jax.device_get(
-                    read_block(array_SxKxH, jax.device_put(np.int32(block), place), kv_block=kv_block)
-                )
-                kv_Lx2xSxKxH[index, side, low - start : high - start] = block_SxKxH[low - first : high - first]
+    like = blocks[0].kinds[kind]
+    kv_block = like.shape[2]
+    kv_Lx2xSxKxH = np.empty((*like.shape[:2], stop - start, *like.shape[3:]), like.dtype)
+    for index in range(start // kv_block, -(-stop // kv_block)):
+        first = index * kv_block
+        low, high = max(start, first), min(stop, first + kv_block)
+        block_Lx2xSxKxH = jax.device_get(blocks[index].kinds[kind])
+        kv_Lx2xSxKxH[:, :, low - start : high - start] = block_Lx2xSxKxH[:, :, low - first : high - first]
     return kv_Lx2xSxKxH.view(dtype)
 
 
-def place_rows(kv_Lx2xSxKxH: np.ndarray, start: int, num_slots: int, mesh: sharding.Mesh | None = None) -> LayerCaches:
-    """Makes layer caches of `num_slots` slots that hold the given rows from slot `start` on, and zeros elsewhere.
+def place_rows(
+    kv_Lx2xSxKxH: np.ndarray, start: int, kv_block: int, mesh: sharding.Mesh | None = None
+) -> tuple[jax.Array, ...]:
+    """Puts rows of an attention kind from position `start` on into blocks on the device: [L, 2, kv_block, K, H] each.
+
+    Slots before `start`, and behind the last row in its block, hold zeros.
 
     Exact: bit-exact copy; no computation touches the rows, and the device arrays share no memory with the argument.
     """
     stop = start + kv_Lx2xSxKxH.shape[2]
     kv_Lx2xSxKxH = kv_Lx2xSxKxH.view(cache_lib.storage_dtype(kv_Lx2xSxKxH.dtype))
-
-    def placed(rows_SxKxH: np.ndarray) -> jax.Array:
-        slots_SxKxH = np.zeros((num_slots, *rows_SxKxH.shape[1:]), rows_SxKxH.dtype)
-        slots_SxKxH[start:stop] = rows_SxKxH
-        place = sharding_lib.of_rows(mesh, slots_SxKxH.shape)
-        return jax.device_put(slots_SxKxH, place)  # may take the buffer over; nothing else holds it
-
-    return tuple(cache_lib.LayerCache(placed(kv[0]), placed(kv[1])) for kv in kv_Lx2xSxKxH)
+    shape = (*kv_Lx2xSxKxH.shape[:2], kv_block, *kv_Lx2xSxKxH.shape[3:])
+    place, placed, empty = sharding_lib.of_rows(mesh, shape), [], None
+    for first in range(0, stop, kv_block):
+        low, high = max(start, first), min(stop, first + kv_block)
+        if low >= high:  # One array of zeros serves all of them.
+            empty = jax.device_put(np.zeros(shape, kv_Lx2xSxKxH.dtype), place) if empty is None else empty
+            placed.append(empty)
+            continue
+        block_Lx2xSxKxH = np.zeros(shape, kv_Lx2xSxKxH.dtype)
+        block_Lx2xSxKxH[:, :, low - first : high - first] = kv_Lx2xSxKxH[:, :, low - start : high - start]
+        placed.append(jax.device_put(block_Lx2xSxKxH, place))  # May take the buffer over; nothing else holds it.
+    return tuple(placed)

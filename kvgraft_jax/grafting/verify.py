@@ -44,10 +44,9 @@ def verify(artifact: artifact_lib.Artifact, state: state_lib.State) -> Verificat
       artifact: one that fits the state's model: `graft.plan_graft` was satisfied.
       state: of its tokens, with all rows.
     """
-    config, own = state.step_config, []
-    for stack in artifact.stacks:
-        layers = tuple(state.cache.layers[index] for index in stack.layers)
-        kv_Lx2xSxKxH = rows.read_rows(layers, stack.start, state.length, config.kv_block, config.jnp_dtype)
+    own, dtype = [], state.step_config.jnp_dtype
+    for index, stack in enumerate(artifact.stacks):
+        kv_Lx2xSxKxH = rows.read_rows(state.blocks, index, stack.start, state.length, dtype)
         own.append(differences.Rows(stack.kind, stack.layers, stack.start, kv_Lx2xSxKxH))
     logits_V = np.asarray(jax.device_get(state.logits))
     difference = differences.first(artifact.stacks, artifact.logits_V, own, logits_V)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvgraft_jax import errors, notation
-from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import rotary as rotary_lib
 from kvgraft_jax.relocation import bits, keys
 from kvgraft_jax.relocation import tables as tables_lib
@@ -42,19 +41,19 @@ class LogitShift:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShiftedTables:
-    """The engine's rotary tables with every position moved by `shift`: slot s turns by s + shift.
+    """The engine's rotary tables with every position moved by `shift`: position p turns by p + shift.
 
     Attributes:
-      tables: of at least as many positions as slots and shift together.
+      tables: that reach every position moved.
       shift: int32 scalar.
     """
 
     tables: rotary_lib.RotaryTables
     shift: jax.Array
 
-    def rows(self, kind: str, start: jax.Array, num_positions: int) -> rotary_lib.RotaryRows:
-        """Returns the rows as `RotaryTables.rows` does, for slots."""
-        return self.tables.rows(kind, start + self.shift, num_positions)
+    def rows(self, kind: str, positions_T: jax.Array) -> rotary_lib.RotaryRows:
+        """Returns the rows as `RotaryTables.rows` does, for positions before the shift."""
+        return self.tables.rows(kind, positions_T + self.shift)
 
 
 def logit_shift_difference(
@@ -89,9 +88,7 @@ def logit_shift_difference(
     return LogitShift(logits(0), logits(shift))
 
 
-def layer_value_shift_difference(
-    runner: run_lib.Runner, token_ids: Sequence[int], shift: int, num_slots: int
-) -> np.ndarray:
+def layer_value_shift_difference(runner: run_lib.Runner, token_ids: Sequence[int], shift: int) -> np.ndarray:
     """Counts the elements of each layer's values that change when all positions of a text move by `shift`.
 
     Nothing is grafted and no left context is there: it is the model's own sensitivity to its positions.
@@ -99,10 +96,9 @@ def layer_value_shift_difference(
     Exact: 0 for shift 0, and for layer 0 at any shift.
 
     Args:
-      runner: an engine's; its tables need `num_slots` + shift positions.
-      token_ids: the text, of at most `num_slots` - W tokens.
-      shift: d, 0 or more.
-      num_slots: slots of the caches that both runs use, a multiple of the K/V block plus W.
+      runner: an engine's.
+      token_ids: the text.
+      shift: d, 0 or more; the runner's tables reach the last token moved by it.
 
     Returns:
       int32, one per layer that owns values.
@@ -110,19 +106,19 @@ def layer_value_shift_difference(
     Raises:
       InputError: a token or position outside.
     """
-    config = runner.programs.config
+    config, num_positions = runner.programs.config, runner.num_positions
     planned = run_lib.plan_tokens(token_ids, config.model.vocab_size)
-    run_lib.plan_capacity(0, len(planned), num_slots - config.width, "tokens")
-    positions = runner.tables.full.cos_SxR.shape[0]
-    if not 0 <= shift <= positions - num_slots:
-        raise errors.InputError(f"shift: got {shift}, wanted 0 to {positions - num_slots}, where the tables end")
+    run_lib.plan_capacity(0, len(planned), num_positions, "tokens")
+    most = num_positions - len(planned)
+    if not 0 <= shift <= most:
+        raise errors.InputError(f"shift: got {shift}, wanted 0 to {most}, where the tables end")
 
-    def values(moved: int) -> list[jax.Array]:
+    def values(moved: int) -> list[np.ndarray]:
         tables = ShiftedTables(runner.tables, jnp.int32(moved))
-        cache = cache_lib.make_cache(config.model, num_slots, config.jnp_dtype)
-        shifted = run_lib.Runner(runner.programs, runner.params, tables)
-        layers = run_lib.run(shifted, cache, planned, 0).cache.layers
-        return [cache_lib.read_slots(layer.v_SxKxH, jnp.int32(0), len(planned), config.jnp_dtype) for layer in layers]
+        shifted = dataclasses.replace(runner, tables=tables, prepare=None)
+        cache = run_lib.run(shifted, config.make_cache(config.num_blocks(len(planned))), planned, 0).cache
+        held = [np.asarray(layer.v_JxSxKxH) for layer in cache.layers]
+        return [v.reshape(-1, *v.shape[2:])[: len(planned)].view(config.jnp_dtype) for v in held]
 
     counts = [bits.bit_difference_count(a, b) for a, b in zip(values(0), values(shift), strict=True)]
     return np.asarray(counts, np.int32)

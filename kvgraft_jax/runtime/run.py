@@ -1,4 +1,4 @@
-"""Feeding tokens through the step: a run over a list of tokens, greedy decoding, and logits of every position.
+"""Feeding tokens through the step: a run over the tokens of one sequence, and logits of every position.
 
 `plan_*` checks values on the host before any compute; jax itself never complains about them.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 
 import jax
+from jax.sharding import Sharding
 import numpy as np
 
 from kvgraft_jax import errors
@@ -26,17 +27,64 @@ class Runner:
     Attributes:
       programs: step and head.
       params: parameters of the decoder.
-      tables: rotary tables of capacity + width positions.
+      tables: rotary tables of as many positions as a context has at most.
+      shapes: widths of steps, rising.
+      prepare: called with the runner, a width, the blocks of the cache and the rows of the table before a step of these
+        sizes; None for nothing.
     """
 
     programs: step_lib.Programs
     params: Mapping
     tables: rotary.RotaryTables
+    shapes: tuple[int, ...]
+    prepare: Callable[[Runner, int, int, int], None] | None = None
 
     @property
-    def num_slots(self) -> int:
-        """S: rows of a cache that belongs to these tables."""
+    def num_positions(self) -> int:
+        """Positions of the tables."""
         return self.tables.full.cos_SxR.shape[0]
+
+    @property
+    def place(self) -> Sharding | None:
+        """Where what the host gives to a program lies: on every device of the mesh, None for the default device."""
+        return sharding.whole(self.programs.config.mesh)
+
+    def step(
+        self,
+        cache: cache_lib.Cache,
+        pieces: Sequence[step_lib.Piece],
+        table: Sequence[Sequence[int]],
+        width: int,
+        *,
+        idle_tokens: Sequence[int] = (),
+    ) -> step_lib.StepResult:
+        """Runs one step; see `step.lay_out` for what it reads.
+
+        Args:
+          cache: donated; the caller must own it.
+          pieces, table, width, idle_tokens: as for `step.lay_out`.
+        """
+        if self.prepare is not None:
+            self.prepare(self, width, cache.num_blocks, len(table))
+        config = self.programs.config
+        lanes = step_lib.lay_out(pieces, table, width, config.kv_block, idle_tokens=idle_tokens)
+        # Put on the device by name, so that it works where jax was told to refuse transfers that are not.
+        return self.programs.step(self.params, self.tables, cache, jax.device_put(lanes, self.place))
+
+    def heads(self, hidden_TxD: jax.Array, lanes: Sequence[int]) -> list[jax.Array]:
+        """Computes the logits of lanes of a step: float32 [V] each."""
+        found = []
+        for lanes_B in step_lib.head_lanes(lanes):
+            found += self.programs.head(self.params, hidden_TxD, jax.device_put(lanes_B, self.place))
+        return found[: len(lanes)]  # Only the last call has lanes to spare.
+
+    def compile_heads(self, width: int, most: int) -> None:
+        """Compiles the head for every number of lanes up to `most` of a step of `width`, by computing some logits."""
+        config = self.programs.config
+        hidden_TxD = jax.device_put(np.zeros((width, config.model.embed_dim), config.jnp_dtype), self.place)
+        counts = range(1, min(width, most) + 1)
+        for size in sorted({len(lanes_B) for count in counts for lanes_B in step_lib.head_lanes(range(count))}):
+            jax.block_until_ready(self.heads(hidden_TxD, [0] * size))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +93,7 @@ class RunResult:
 
     Attributes:
       cache: rows of the run's tokens written.
-      hidden_TxD: [W, D] of the last step.
+      hidden_TxD: [T, D] of the last step.
       lane: lane of the last token in it.
     """
 
@@ -95,50 +143,43 @@ def run(
     token_ids: Sequence[int],
     start: int,
     *,
+    table: Sequence[Sequence[int]] | None = None,
     progress: bool = False,
-    on_step: Callable[[jax.Array, step_lib.StepInput], None] | None = None,
+    on_step: Callable[[jax.Array, step_lib.Piece], None] | None = None,
 ) -> RunResult:
-    """Writes tokens into a cache, a width at a time, from position `start` on.
+    """Reads the tokens of one sequence, which has a whole cache to itself, from position `start` on.
 
-    Exact: bit-exact whatever the cuts, for finite values: running the same tokens in several calls gives the same rows
-      and hidden states.
+    Exact: bit-exact whatever the cuts and widths, for finite values: running the same tokens in several calls gives the
+      same rows and hidden states.
 
     Args:
       runner: programs and parameters.
       cache: donated; the caller must own it.
       token_ids: planned tokens, which fit.
       start: position of the first.
+      table: of the cache, the sequence in row 0; None for one row in which block j holds positions j S to j S + S - 1.
       progress: shows a bar of tokens on stderr.
-      on_step: called with each step's hidden states [W, D] and what it read.
+      on_step: called with each step's hidden states [T, D] and what it read, from lane 0 on.
 
     Returns:
       The new cache and the last step's hidden states.
     """
-    hidden_TxD, lane = None, 0
-    place = sharding.whole(runner.programs.config.mesh)
+    hidden_TxD, lane, table = None, 0, table or [range(cache.num_blocks)]
     with progress_lib.bar(len(token_ids), unit="tok", stays=False, is_shown=progress) as bar:
-        for read in step_lib.cut(token_ids, start, runner.programs.config.width):
-            # Put on the device by name, so that it works where jax was told to refuse transfers that are not.
-            given = jax.device_put((read.tokens_T, read.start, read.count), place)
-            result = runner.programs.step(runner.params, runner.tables, cache, *given)
-            cache, hidden_TxD, lane = result.cache, result.hidden_TxD, int(read.count) - 1
+        for width, piece in step_lib.cut(token_ids, start, runner.shapes):
+            result = runner.step(cache, [piece], table, width)
+            cache, hidden_TxD, lane = result.cache, result.hidden_TxD, len(piece.tokens) - 1
             if on_step is not None:
-                on_step(hidden_TxD, read)
+                on_step(hidden_TxD, piece)
             if progress:
                 hidden_TxD.block_until_ready()
-            bar.update(int(read.count))
+            bar.update(len(piece.tokens))
     return RunResult(cache, hidden_TxD, lane)
 
 
 def next_logits(runner: Runner, result: RunResult) -> jax.Array:
     """Computes the logits of the token after a run: float32 [V]."""
-    return heads(runner, result.hidden_TxD, result.lane)[0]
-
-
-def heads(runner: Runner, hidden_TxD: jax.Array, lane: int) -> tuple[jax.Array, ...]:
-    """Computes the logits of the lanes of one head call from `lane` on: head_lanes arrays float32 [V]."""
-    place = sharding.whole(runner.programs.config.mesh)
-    return runner.programs.head(runner.params, hidden_TxD, jax.device_put(np.int32(lane), place))
+    return runner.heads(result.hidden_TxD, [result.lane])[0]
 
 
 def score(
@@ -148,94 +189,12 @@ def score(
 
     Exact: row t is bit-equal to the logits after a prefill of tokens 0..start + t, as long as all values are finite.
     """
-    config = runner.programs.config
-    logits_TxV = np.empty((len(token_ids), config.model.vocab_size), np.float32)
-    done = 0
+    logits_TxV = np.empty((len(token_ids), runner.programs.config.model.vocab_size), np.float32)
 
-    def read_heads(hidden_TxD: jax.Array, read: step_lib.StepInput) -> None:
-        nonlocal done
-        for lane in range(0, read.count, config.head_lanes):
-            for row_V in heads(runner, hidden_TxD, lane)[: read.count - lane]:
-                logits_TxV[done] = jax.device_get(row_V)
-                done += 1
+    def read_heads(hidden_TxD: jax.Array, piece: step_lib.Piece) -> None:
+        first = piece.start - start
+        for lane, row_V in enumerate(runner.heads(hidden_TxD, range(len(piece.tokens)))):
+            logits_TxV[first + lane] = jax.device_get(row_V)
 
     run(runner, cache, token_ids, start, progress=progress, on_step=read_heads)
     return logits_TxV
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Decoded:
-    """What greedy decoding leaves.
-
-    Attributes:
-      token_ids: the new tokens, a stop token not among them.
-      cache: their rows written.
-      logits_V: float32 [V] of the token after the last.
-    """
-
-    token_ids: tuple[int, ...]
-    cache: cache_lib.Cache
-    logits_V: jax.Array
-
-
-def decode(
-    runner: Runner,
-    cache: cache_lib.Cache,
-    logits_V: jax.Array,
-    start: int,
-    *,
-    max_new_tokens: int,
-    stop_ids: frozenset[int],
-    num_pieces: int | None = None,
-    on_token: Callable[[int, jax.Array], None] | None = None,
-) -> Decoded:
-    """Decodes greedily: the token of the largest logit (the lowest id on a tie), one step of the same program each.
-
-    Tokens that the model suppresses are never chosen, nor those without a piece in the tokenizer; the logits given out
-    are the model's own all the same.
-
-    Args:
-      runner: programs and parameters.
-      cache: donated; the caller must own it.
-      logits_V: float32 [V] of the first new token.
-      start: position of the first new token.
-      max_new_tokens: the most tokens to decode, which fit.
-      stop_ids: ends before any of these.
-      num_pieces: tokens from this one on have no text and are never chosen; None means that all have one.
-      on_token: called with each new token and the logits that follow it.
-
-    Returns:
-      New tokens, cache, and the logits after the last.
-    """
-    suppress_ids = runner.programs.config.model.suppress_ids
-    token_ids: list[int] = []
-    while len(token_ids) < max_new_tokens:
-        token_id = argmax(logits_V, suppress_ids, num_pieces)
-        if token_id in stop_ids:
-            break
-        result = run(runner, cache, (token_id,), start + len(token_ids))
-        cache, logits_V = result.cache, next_logits(runner, result)
-        token_ids.append(token_id)
-        if on_token is not None:
-            on_token(token_id, logits_V)
-    return Decoded(tuple(token_ids), cache, logits_V)
-
-
-def argmax(logits_V: jax.Array, suppress_ids: tuple[int, ...], num_pieces: int | None = None) -> int:
-    """Finds the lowest id of the largest logit, on the host: NumPy is much faster at it than XLA's CPU backend.
-
-    Raises:
-      WeightsError: a logit is NaN, so none is the largest.
-    """
-    on_host_V = np.asarray(jax.device_get(logits_V))[:num_pieces]
-    suppress_ids = [token_id for token_id in suppress_ids if token_id < len(on_host_V)]
-    if suppress_ids:
-        on_host_V = on_host_V.copy()
-        on_host_V[suppress_ids] = -np.inf
-    token_id = int(on_host_V.argmax())  # The first NaN where there is one.
-    if np.isnan(on_host_V[token_id]):
-        raise errors.WeightsError(
-            f"logit of token {token_id}: got NaN instead of a number, so no next token can be chosen; the weights are "
-            "damaged or too large for their dtype: load the model with dtype='float32', or fetch its weights again"
-        )
-    return token_id

@@ -1,4 +1,4 @@
-"""The state of a context: its cache, its tokens and the logits of the next one."""
+"""The state of a context: its K/V blocks, its tokens and the logits of the next one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from kvgraft_jax.runtime import step as step_lib
 class State:
     """An immutable context. Nothing that the engine does with a state changes it.
 
+    A state that continues another one shares with it the blocks that both have in common.
+
     Attributes:
-      cache: K/V of the tokens; slots 0..length-1 of full layers and first_row..length-1 of sliding layers are valid.
+      blocks: K/V of the tokens, a block for every `kv_block` positions. Slots 0..length-1 of full layers and
+        first_row..length-1 of sliding layers are valid.
       token_ids: all tokens, from position 0.
       logits: float32 [V], of the token after the last.
       step_config: what the programs that made it were built from.
@@ -24,7 +27,7 @@ class State:
       first_row: oldest valid row of the sliding layers; above 0 after the graft of an artifact without the older ones.
     """
 
-    cache: cache_lib.Cache
+    blocks: tuple[cache_lib.CacheBlock, ...]
     token_ids: tuple[int, ...]
     logits: jax.Array
     step_config: step_lib.StepConfig
@@ -37,11 +40,6 @@ class State:
         """Number of tokens."""
         return len(self.token_ids)
 
-    @property
-    def capacity(self) -> int:
-        """Number of tokens that the cache can hold."""
-        return self.cache.num_slots - self.step_config.width
-
     def __repr__(self) -> str:
         made = f"{self.step_config.model.name}, {self.step_config.dtype}{'' if self.exact else ', inexact'}"
-        return f"State({self.length} of {self.capacity} tokens, {made})"
+        return f"State({self.length} tokens, {made})"

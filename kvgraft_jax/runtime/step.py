@@ -1,18 +1,19 @@
-"""The step: one compiled program of fixed width through which every token goes, and the head that follows it.
+"""The step, through which every token goes, compiled in a few widths, and the head that follows it.
 
-A step runs W lanes at consecutive positions, of which the first `count` hold tokens. Prefill, decode and the tail
-after a graft all use the same executable, so a token's bits do not depend on how its prompt was cut. The head turns a
-fixed number of lanes into logits; it is its own program because most steps of a prefill need none.
+A step runs T lanes, each with a token, its position and the sequence that it belongs to. Prefill, decode and the tail
+after a graft all use it: wide steps read, narrow ones decode. A token's bits do not depend on the width, on the lane or
+on who is in the other lanes. The head turns some lanes into logits; it is its own program because most steps of a
+prefill need none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 
 import jax
-from jax import sharding
+from jax import sharding, stages
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,55 +26,75 @@ from kvgraft_jax.gemma import sharding as sharding_lib
 from kvgraft_jax.gemma import transformer
 
 DTYPES = ("bfloat16", "float32")
+FEWEST_LANES, MOST_LANES = 2, 1 << 14
+"""Of a step. A product with one row has another order of additions than all others."""
 
-_MAX_LANES = 1 << 14  # Of a step or an attention block: far above any useful size.
+_HEAD_LANES = (2, 4, 8, 12, 16, 32)
+_CANONICAL_LANES = 16  # Of the step whose text is the fingerprint of all.
+_FIXED_COST_LANES = 24  # Reading the weights costs as much as the arithmetic of about this many lanes.
 
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """Everything from which the two programs are built; equal configs share them.
+    """Everything from which the programs are built; equal configs share them.
 
     Attributes:
       model: the decoder.
       dtype: "bfloat16" or "float32".
-      width: W, lanes of a step.
       kv_block: slots per attention block.
-      head_lanes: lanes of a head call; 2 or more (a product with one row takes a slow path on CPU).
       mesh: devices over which parameters and cache are spread; None is one device.
+      width: the one width of every step where bits depend on it (`width_probe`); None where they do not.
     """
 
     model: config_lib.GemmaConfig
     dtype: str
-    width: int
     kv_block: int
-    head_lanes: int = 2
     mesh: sharding.Mesh | None = None
+    width: int | None = None
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
             raise errors.ConfigError(f"dtype: got {self.dtype!r}, wanted one of {DTYPES}")
-        if self.width < self.head_lanes:
-            raise errors.ConfigError(f"width: got {self.width}, wanted {self.head_lanes} or more")
-        if self.kv_block < 16 or self.kv_block % 16:
-            raise errors.ConfigError(f"kv_block: got {errors.shown(self.kv_block)}, wanted a multiple of 16")
-        for name, size in (("width", self.width), ("kv_block", self.kv_block)):
-            if size > _MAX_LANES:
-                raise errors.ConfigError(f"{name}: got {errors.shown(size)}, wanted at most {_MAX_LANES}")
-        if self.head_lanes < 2:
-            raise errors.ConfigError(f"head_lanes: got {self.head_lanes}, wanted 2 or more")
+        if self.kv_block < 16 or self.kv_block % 16 or self.kv_block > MOST_LANES:
+            raise errors.ConfigError(
+                f"kv_block: got {errors.shown(self.kv_block)}, wanted a multiple of 16, at most {MOST_LANES}"
+            )
 
-    def num_slots(self, capacity: int) -> int:
-        """Returns S, the slots of a cache for `capacity` tokens: a step that begins near the end writes W rows."""
-        return capacity + self.width
+    def num_blocks(self, num_tokens: int) -> int:
+        """Returns the number of K/V blocks that hold this number of tokens."""
+        return -(-num_tokens // self.kv_block)
 
-    def make_cache(self, capacity: int) -> cache_lib.Cache:
-        """Returns a zeroed cache for `capacity` tokens."""
-        return cache_lib.make_cache(self.model, self.num_slots(capacity), self.jnp_dtype, self.mesh)
+    def make_cache(self, num_blocks: int) -> cache_lib.Cache:
+        """Returns a zeroed cache of `num_blocks` blocks."""
+        return cache_lib.make_cache(self.model, num_blocks, self.kv_block, self.jnp_dtype, self.mesh)
 
     @property
     def jnp_dtype(self) -> jnp.dtype:
         """Returns the dtype as an object."""
         return jnp.dtype(self.dtype)
+
+
+def plan_shapes(shapes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the widths of steps as a tuple.
+
+    Raises:
+      ConfigError: none, not in rising order, or one below 2 or above 16,384.
+    """
+    wanted = f"wanted widths in rising order, each {FEWEST_LANES} to {MOST_LANES}, such as (2, 12, 32, 256)"
+    if type(shapes) not in (tuple, list) or not shapes or any(type(width) is not int for width in shapes):
+        raise errors.ConfigError(f"shapes: got {errors.shown(shapes)}, {wanted}")
+    if list(shapes) != sorted(set(shapes)) or shapes[0] < FEWEST_LANES or shapes[-1] > MOST_LANES:
+        raise errors.ConfigError(f"shapes: got {errors.shown(tuple(shapes))}, {wanted}")
+    return tuple(shapes)
+
+
+def choose_width(shapes: Sequence[int], num_tokens: int) -> int:
+    """Returns the width that reads `num_tokens` tokens at the least cost a token, idle lanes and weights counted."""
+
+    def cost(width: int) -> float:
+        return (width + _FIXED_COST_LANES) / min(width, num_tokens)
+
+    return min(shapes, key=cost)
 
 
 @jax.tree_util.register_dataclass
@@ -82,8 +103,8 @@ class StepResult:
     """What a step leaves.
 
     Attributes:
-      hidden_TxD: [W, D] after the final norm; rows of idle lanes mean nothing.
-      cache: rows start..start+W-1 written.
+      hidden_TxD: [T, D] after the final norm; rows of idle lanes mean nothing.
+      cache: rows of all live lanes written.
     """
 
     hidden_TxD: jax.Array
@@ -91,66 +112,123 @@ class StepResult:
 
 
 class Programs:
-    """The jitted step and head of one `StepConfig`. Get them from `programs`, which builds each once per process.
+    """The programs of one `StepConfig`, compiled per width and size of cache. Get them from `programs`.
+
+    A step is several programs, called one after the other: the embedding, the layers, the final norm. Layers of one
+    form share theirs, so compiling takes as long as two to four layers do. Inside `jax.jit` a step is one program,
+    whose float32 bits can be others, because XLA then fuses across layers.
 
     Attributes:
-      step: (params, tables, cache, tokens_T int32 [W], start int32, count int32) -> StepResult; the cache is donated.
-      head: (params, hidden_TxD [W, D], lane int32) -> head_lanes arrays float32 [V], the logits of the lanes from
-        `lane` on, each in a buffer of its own; those past the last lane repeat it.
+      embed: (params, tables, lanes) -> `transformer.Embedded`.
+      layers: the program of each layer: (its params, x_TxD, rotary, cache, vector_TxP, lanes) -> (x_TxD, cache); the
+        arguments are those of `transformer.Block`, and the cache is donated.
+      finish: (params, x_TxD) -> hidden_TxD.
+      head: (params, hidden_TxD, lanes_B int32 [B]) -> B arrays float32 [V], the logits of these lanes, each in a
+        buffer of its own.
     """
 
     def __init__(self, config: StepConfig):
         self.config = config
         self._model = transformer.Transformer(config.model, config.jnp_dtype, config.kv_block)
-        self.step = jax.jit(self._step, donate_argnames="cache")
         self.head = jax.jit(self._head)
+        self.embed, self.finish = jax.jit(self._embed), jax.jit(self._finish)
+        self.layers = jit_layers(config, self._layer)
         self._fingerprint = functools.lru_cache(maxsize=8)(self._lowered_digests)
 
-    def _step(self, params, tables, cache, tokens_T, start, count) -> StepResult:
-        hidden_TxD, cache = self._model.apply({"params": params}, tokens_T, tables, cache, start, count)
-        mesh = self.config.mesh
-        rows = functools.partial(sharding_lib.keep_rows, mesh)
-        return StepResult(sharding_lib.keep_whole(mesh, hidden_TxD), jax.tree.map(rows, cache))
+    def step(
+        self, params: Mapping, tables: rotary_lib.RotaryTables, cache: cache_lib.Cache, lanes: cache_lib.Lanes
+    ) -> StepResult:
+        """Runs T lanes.
 
-    def _head(self, params, hidden_TxD, lane) -> tuple[jax.Array, ...]:
-        lane_B = lane + jnp.arange(self.config.head_lanes, dtype=jnp.int32)
-        hidden_BxD = jnp.take(hidden_TxD, lane_B, axis=0, mode="clip")
+        Args:
+          params: parameters of the decoder.
+          tables: rotary tables that reach every position.
+          cache: donated.
+          lanes: on the device.
+        """
+        model, caches = self.config.model, list(cache.layers)
+        embedded = self.embed(params, tables, lanes)
+        x_TxD = embedded.x_TxD
+        for index, run in enumerate(self.layers):
+            owner, rotary = model.kv_layer(index), embedded.rotary[model.layer_kinds[index]]
+            vector_TxP = embedded.vectors_TxP[index]
+            x_TxD, caches[owner] = run(params[f"layer_{index}"], x_TxD, rotary, caches[owner], vector_TxP, lanes)
+        return StepResult(self.finish(params, x_TxD), cache_lib.Cache(tuple(caches)))
+
+    def _embed(self, params, tables, lanes) -> transformer.Embedded:
+        embedded = self._model.apply({"params": params}, lanes, tables, method=self._model.embed)
+        return jax.tree.map(self._keep_whole, embedded)
+
+    def _layer(
+        self, block: transformer.Block, params, x_TxD, rotary, cache, vector_TxP, lanes
+    ) -> tuple[jax.Array, cache_lib.LayerCache]:
+        x_TxD, cache = block.apply({"params": params}, x_TxD, rotary, cache, vector_TxP, lanes)
+        rows = functools.partial(sharding_lib.keep_rows, self.config.mesh)
+        return self._keep_whole(x_TxD), jax.tree.map(rows, cache)
+
+    def _finish(self, params, x_TxD) -> jax.Array:
+        return self._keep_whole(self._model.apply({"params": params}, x_TxD, method=self._model.finish))
+
+    def _head(self, params, hidden_TxD, lanes_B) -> tuple[jax.Array, ...]:
+        hidden_BxD = jnp.take(hidden_TxD, lanes_B, axis=0, mode="clip")
         logits_BxV = self._model.apply({"params": params}, hidden_BxD, method=self._model.head)
-        return tuple(sharding_lib.keep_whole(self.config.mesh, logits_BxV))
+        return tuple(self._keep_whole(logits_BxV))
+
+    def _keep_whole(self, array: jax.Array) -> jax.Array:
+        return sharding_lib.keep_whole(self.config.mesh, array)
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """SHA-256 of the StableHLO text of both programs, lowered at one canonical capacity.
+        """SHA-256 of the StableHLO text of a whole step and of the head, lowered at one canonical width and cache.
 
-        The text holds no file names and no weights, and the capacity of an engine is not in it. It is made again when
-        options of jax have changed that may enter it.
+        The text holds no file names and no weights, and widths and capacity of an engine are not in it, but for the
+        width of a `StepConfig` that names one. It is made again when options of jax have changed that may enter it.
         """
         return self._fingerprint(tracing_context())
 
     def _lowered_digests(self, _: Hashable) -> dict[str, str]:
         config, mesh, dtype = self.config, self.config.mesh, self.config.jnp_dtype
-        num_slots = config.num_slots(4 * config.kv_block)
+        num_slots = 4 * config.kv_block
 
         def table(attention: config_lib.AttentionConfig) -> rotary_lib.RotaryTable:
             rows_SxR = _abstract((num_slots, attention.head_dim // 2), dtype, sharding_lib.whole(mesh))
             return rotary_lib.RotaryTable(rows_SxR, rows_SxR)
 
-        parameters = parameters_lib.parameters(config.model)
-        params = parameters_lib.nest(
-            {p.path: _abstract(p.shape, dtype, sharding_lib.of_parameter(mesh, p)) for p in parameters}
-        )
+        def leaf(parameter: parameters_lib.Parameter) -> parameters_lib.Leaf:
+            shapes = parameter.chunk_shapes
+            places = [sharding_lib.of_parameter(mesh, parameter, shape) for shape in shapes]
+            return parameter.leaf(
+                [_abstract(*given) for given in zip(shapes, [dtype] * len(shapes), places, strict=True)]
+            )
+
+        params = parameters_lib.nest({p.path: leaf(p) for p in parameters_lib.parameters(config.model)})
         tables = rotary_lib.RotaryTables(table(config.model.sliding), table(config.model.full))
         cache = jax.tree.map(
             lambda rows: _abstract(rows.shape, rows.dtype, sharding_lib.of_rows(mesh, rows.shape)),
-            jax.eval_shape(lambda: cache_lib.make_cache(config.model, num_slots, dtype)),
+            jax.eval_shape(lambda: cache_lib.make_cache(config.model, 4, config.kv_block, dtype)),
         )
-        scalar = _abstract((), jnp.int32, sharding_lib.whole(mesh))
-        tokens_T = _abstract((config.width,), jnp.int32, sharding_lib.whole(mesh))
-        hidden_TxD = _abstract((config.width, config.model.embed_dim), dtype, sharding_lib.whole(mesh))
+        place, width = sharding_lib.whole(mesh), config.width or _CANONICAL_LANES
+        lanes = jax.tree.map(lambda given: _abstract(given.shape, given.dtype, place), lay_out((), ((0,),), width, 1))
+        hidden_TxD = _abstract((width, config.model.embed_dim), dtype, place)
+        lanes_B = _abstract((_HEAD_LANES[0],), jnp.int32, place)
         return {
-            "step": _text_digest(self.step.lower(params, tables, cache, tokens_T, scalar, scalar)),
-            "head": _text_digest(self.head.lower(params, hidden_TxD, scalar)),
+            "step": text_digest(jax.jit(self.step).lower(params, tables, cache, lanes)),
+            "head": text_digest(self.head.lower(params, hidden_TxD, lanes_B)),
         }
+
+
+def jit_layers(config: StepConfig, run: Callable) -> list[Callable]:
+    """Returns the program of each layer; layers of one form share theirs.
+
+    Args:
+      config: of the step.
+      run: (block, params, x_TxD, rotary, cache, vector_TxP, lanes) to whatever the program gives; donates the cache.
+    """
+    model, found = config.model, {}
+    blocks = [transformer.Block(model, index, config.jnp_dtype, config.kv_block) for index in range(model.num_layers)]
+    for block in blocks:
+        found.setdefault(block.form, jax.jit(functools.partial(run, block), donate_argnames="cache"))
+    return [found[block.form] for block in blocks]
 
 
 @functools.lru_cache(maxsize=16)
@@ -187,38 +265,88 @@ class _Identity:
         return id(self.held)
 
 
-def copy_cache(cache: cache_lib.Cache) -> cache_lib.Cache:
-    """Copies a cache into buffers of its own, so that a step may take (and destroy) it while the original lives on."""
-    return jax.tree.map(jnp.copy, cache)
-
-
 def _abstract(shape: tuple[int, ...], dtype: jnp.dtype, place: sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
-def _text_digest(lowered) -> str:
+def text_digest(lowered: stages.Lowered) -> str:
+    """Returns the SHA-256 (hex) of a program's StableHLO text, in which no file names and no values stand."""
     return digest.bytes_digest(lowered.as_text().encode())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class StepInput:
-    """What one step reads, on the host.
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one sequence, in one step.
 
     Attributes:
-      tokens_T: int32 [W]; idle lanes hold zeros.
-      start: position of the first lane.
-      count: lanes that hold tokens.
+      row: of the table.
+      start: position of the first.
+      tokens: their ids.
     """
 
-    tokens_T: np.ndarray
-    start: np.int32
-    count: np.int32
+    row: int
+    start: int
+    tokens: tuple[int, ...]
 
 
-def cut(token_ids: Sequence[int], start: int, width: int) -> Iterator[StepInput]:
-    """Cuts tokens at positions `start` and following into steps of `width` lanes, the last of them partly idle."""
-    for first in range(0, len(token_ids), width):
-        chunk = token_ids[first : first + width]
-        tokens_T = np.zeros(width, np.int32)
-        tokens_T[: len(chunk)] = chunk
-        yield StepInput(tokens_T, np.int32(start + first), np.int32(len(chunk)))
+def lay_out(
+    pieces: Sequence[Piece],
+    table: Sequence[Sequence[int]],
+    width: int,
+    kv_block: int,
+    *,
+    idle_tokens: Sequence[int] = (),
+) -> cache_lib.Lanes:
+    """Lays pieces out in the lanes of a step, one after the other: what the program reads, on the host.
+
+    Args:
+      pieces: of different rows, together at most `width` tokens.
+      table: cache blocks of every row, all of one length.
+      width: lanes of the step.
+      kv_block: slots of a block.
+      idle_tokens: what the idle lanes hold, instead of zeros.
+    """
+    tokens_T, positions_T, rows_T, live_T, singles_T = (np.zeros(width, np.int32) for _ in range(5))
+    writes_Tx4, pieces_Tx2 = np.zeros((width, 4), np.int32), np.zeros((width, 2), np.int32)
+    num_writes = num_singles = num_pieces = lane = 0
+    for piece in pieces:
+        count = len(piece.tokens)
+        lanes = slice(lane, lane + count)
+        tokens_T[lanes], rows_T[lanes], live_T[lanes] = piece.tokens, piece.row, 1
+        positions_T[lanes] = np.arange(piece.start, piece.start + count)
+        if count == 1 or width < cache_lib.FEWEST_FOR_PIECES:
+            singles_T[num_singles : num_singles + count] = range(lane, lane + count)
+            num_singles += count
+        else:
+            pieces_Tx2[num_pieces] = lane, count
+            num_pieces += 1
+        position, stop = piece.start, piece.start + count
+        while position < stop:
+            block, slot = divmod(position, kv_block)
+            length = min(kv_block - slot, stop - position)
+            writes_Tx4[num_writes] = table[piece.row][block], slot, lane + position - piece.start, length
+            num_writes, position = num_writes + 1, position + length
+        lane += count
+    tokens_T[lane : lane + len(idle_tokens)] = idle_tokens
+    counts_3 = np.array([num_writes, num_singles, num_pieces], np.int32)
+    table_BxJ = np.asarray(table, np.int32)
+    return cache_lib.Lanes(
+        tokens_T, positions_T, rows_T, live_T, table_BxJ, writes_Tx4, singles_T, pieces_Tx2, counts_3
+    )
+
+
+def cut(token_ids: Sequence[int], start: int, shapes: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+    """Cuts tokens at positions `start` and following into steps: the width of each, and what it reads."""
+    done = 0
+    while done < len(token_ids):
+        width = choose_width(shapes, len(token_ids) - done)
+        yield width, Piece(0, start + done, tuple(token_ids[done : done + width]))
+        done += width
+
+
+def head_lanes(lanes: Sequence[int]) -> Iterator[np.ndarray]:
+    """Cuts lanes into calls of the head, each of a number of lanes that has a program; the last is repeated to fill."""
+    for first in range(0, len(lanes), _HEAD_LANES[-1]):
+        some = list(lanes[first : first + _HEAD_LANES[-1]])
+        size = next(size for size in _HEAD_LANES if size >= len(some))
+        yield np.array(some + some[-1:] * (size - len(some)), np.int32)

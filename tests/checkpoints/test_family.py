@@ -7,17 +7,14 @@ import functools
 import json
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 
 from kvgraft_jax import errors
 from kvgraft_jax.checkpoints import assemble, load
-from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import rotary, transformer
 from kvgraft_jax.runtime import model as model_lib
-from tests import small_checkpoints
+from tests import golden_cases, small_checkpoints
 
 WIDTH = 32
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -44,27 +41,10 @@ def tensors(name: str) -> dict[str, np.ndarray]:
     return small_checkpoints.stored(made(name))
 
 
-@functools.cache
-def _step(config: config_lib.GemmaConfig, dtype: str):
-    decoder = transformer.Transformer(config, np.dtype(dtype), WIDTH)
-    tables = rotary.make_tables(config, 4 * WIDTH, np.dtype(dtype))
-
-    @jax.jit
-    def step(params, cache, tokens_T, count):
-        hidden_TxD, _ = decoder.apply({"params": params}, tokens_T, tables, cache, np.int32(0), count)
-        return decoder.apply({"params": params}, hidden_TxD, method=decoder.head)
-
-    return step
-
-
 def logits(loaded: model_lib.Model, tokens: np.ndarray) -> np.ndarray:
     """Logits [T, V], all tokens in one step."""
-    config = dataclasses.replace(loaded.config, name="")
-    padded = np.zeros(WIDTH, np.int32)
-    padded[: len(tokens)] = tokens
-    cache = cache_lib.make_cache(config, 4 * WIDTH, np.dtype(loaded.dtype))
-    step = _step(config, loaded.dtype)
-    return np.asarray(step(loaded.params, cache, padded, np.int32(len(tokens))))[: len(tokens)]
+    program = golden_cases.shared_program(dataclasses.replace(loaded.config, name=""), loaded.dtype, WIDTH)
+    return program.run(loaded.params, tokens, [(WIDTH, WIDTH)])[0]
 
 
 @functools.cache

@@ -40,9 +40,15 @@ print(json.dumps({"weights": weights, "peak": peak[0] - base, "after": after - b
 """
 
 
+DIGESTS = {  # Of the weights in all recorded results, which a model in chunks must have, too.
+    "bfloat16": "895101688b34aff5",
+    "float32": "54aac3bf7a7965ff",
+}
+
+
 @pytest.mark.weights
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_memory_and_time(dtype):
+@pytest.mark.parametrize("dtype", DIGESTS)
+def test_memory_time_and_digest(dtype):
     package.find_file(package.NAME)
     command = [sys.executable, "-c", _MEASURE, f"package:{package.NAME}", dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -51,6 +57,7 @@ def test_memory_and_time(dtype):
     assert measured["peak"] <= 2.0 * measured["weights"], measured
     assert measured["after"] <= 1.5 * measured["weights"], measured
     assert measured["seconds"] < 60, measured
+    assert measured["digest"].startswith(DIGESTS[dtype])
 
 
 @pytest.mark.weights
@@ -60,7 +67,7 @@ def test_configuration_and_values():
     assert loaded.tokenizer.vocab_size == 262_144 and loaded.chat.style == "plain"
     source = gguf_file.open_file(str(package.find_file(package.NAME)))
     q_NHxD = source.read_rows("layers.5.self_attn.q_proj.weight", 0, 1024)
-    q_DxNxH = loaded.params["layer_5"]["attention"]["q_proj"]["kernel"]
+    q_DxNxH = np.concatenate(loaded.params["layer_5"]["attention"]["q_proj"]["kernel"])
     assert np.array_equal(q_DxNxH[:, 2, 7], q_NHxD[2 * 256 + 7].astype(q_DxNxH.dtype))
     scale_D = loaded.params["final_norm"]["scale"]
     assert np.isfinite(np.asarray(scale_D, np.float32)).all()

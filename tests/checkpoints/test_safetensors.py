@@ -37,7 +37,7 @@ def test_same_model_from_every_layout(tmp_path, monkeypatch, made, tensors, pref
     assert loaded.config.document() == made.config.document()
     assert loaded.digest == made.digest
     assert loaded.tokenizer is None and loaded.chat is None
-    ours, theirs = small_checkpoints.leaves(loaded.params), small_checkpoints.leaves(made.params)
+    ours, theirs = small_checkpoints.leaves(loaded), small_checkpoints.leaves(made)
     assert ours.keys() == theirs.keys()
     for path, array in ours.items():
         assert array.dtype == theirs[path].dtype and np.array_equal(array, theirs[path]), path
@@ -50,16 +50,14 @@ def test_golden_weights_and_configuration(tmp_path):
     loaded = load.load_model(uri, "float32")
     assert loaded.config.query_scale == 24**-0.5 and loaded.config.full.rotary.scale == 8.0
     assert loaded.config.layer_kinds == ("sliding",) * 5 + ("full", "sliding")
-    q_DxNxH = loaded.params["layer_1"]["attention"]["q_proj"]["kernel"]
-    o_NxHxD = loaded.params["layer_1"]["attention"]["o_proj"]["kernel"]
+    q_DxNxH, o_NxHxD = (small_checkpoints.leaves(loaded)[f"layer_1/attention/{name}_proj/kernel"] for name in "qo")
     q_stored, o_stored = (stored[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qo")
     assert np.array_equal(q_DxNxH[:, 3, 5], q_stored[3 * 16 + 5])
     assert np.array_equal(o_NxHxD[3, 5], o_stored[:, 3 * 16 + 5])
     bf16 = load.load_model(uri, "bfloat16")
     assert bf16.digest != loaded.digest
-    assert np.array_equal(
-        bf16.params["embedder"]["embedding"], stored["model.embed_tokens.weight"].astype(small_checkpoints.BF16)
-    )
+    table = stored["model.embed_tokens.weight"].astype(small_checkpoints.BF16)
+    assert np.array_equal(small_checkpoints.leaves(bf16)["embedder/embedding"], table)
 
 
 @pytest.mark.parametrize("stored_dtype", [np.float16, np.float32])
@@ -71,7 +69,7 @@ def test_other_stored_dtypes(tmp_path, made, tensors, stored_dtype):
     if stored_dtype == np.float32:
         assert loaded.digest == made.digest
     table = cast["embed_tokens.weight"].astype(np.float32).astype(small_checkpoints.BF16)
-    assert np.array_equal(loaded.params["embedder"]["embedding"], table)
+    assert np.array_equal(small_checkpoints.leaves(loaded)["embedder/embedding"], table)
 
 
 def test_digest_sees_one_ulp_and_the_dtype(tmp_path, made, tensors):
@@ -374,5 +372,7 @@ def test_the_loaded_arrays_do_not_follow_the_file(tmp_path, made, tensors):
     uri = small_checkpoints.write_safetensors(tmp_path, small_checkpoints.new_config(made.config), tensors)
     loaded = load.load_model(uri)
     (tmp_path / "model.safetensors").write_bytes(bytes(10))
-    for path, array in small_checkpoints.leaves(loaded.params).items():
-        assert isinstance(array, jax.Array) and np.array_equal(array, small_checkpoints.leaves(made.params)[path])
+    assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(loaded.params))
+    wanted = small_checkpoints.leaves(made)
+    for path, array in small_checkpoints.leaves(loaded).items():
+        assert np.array_equal(array, wanted[path]), path

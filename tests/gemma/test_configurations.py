@@ -7,13 +7,16 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvgraft_jax import errors
+from kvgraft_jax.checkpoints import random as random_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.gemma import configurations, rotary, transformer
+from kvgraft_jax.gemma import configurations, products, rotary, transformer
 from kvgraft_jax.gemma import parameters as parameters_lib
+from kvgraft_jax.runtime import step as step_lib
 
 PARAMETERS = {
     "gemma-3-270m": 268_098_176,
@@ -41,31 +44,61 @@ FULL_LAYERS = {  # number of layers, and the last full one
 }
 
 
-def abstract_init(config: config_lib.GemmaConfig):
+def abstract_init(config: config_lib.GemmaConfig, dtype: np.dtype):
     """Shapes and dtypes of what Flax would initialise; allocates nothing."""
-    model = transformer.Transformer(config, jnp.dtype("bfloat16"), 16)
+    model = transformer.Transformer(config, dtype, 16)
 
     def init():
-        cache = cache_lib.make_cache(config, 32, jnp.dtype("bfloat16"))
-        pair = (jnp.zeros((32, a.head_dim // 2), jnp.bfloat16) for a in (config.sliding, config.full))
+        cache = cache_lib.make_cache(config, 2, 16, dtype)
+        pair = (jnp.zeros((32, a.head_dim // 2), dtype) for a in (config.sliding, config.full))
         tables = rotary.RotaryTables(*(rotary.RotaryTable(rows, rows) for rows in pair))
-        start, count = jnp.int32(0), jnp.int32(8)
-        return model.init(jax.random.key(0), jnp.zeros(8, jnp.int32), tables, cache, start, count)
+        lanes = jax.tree.map(jnp.asarray, step_lib.lay_out((), ((0, 1),), 8, 16))
+        return model.init(jax.random.key(0), lanes, tables, cache)
 
     return jax.eval_shape(init)["params"]
 
 
+def assert_layout(config: config_lib.GemmaConfig, dtype: np.dtype) -> None:
+    """Compares what the decoder would initialise with the table of parameters."""
+    wanted = {
+        p.path: p.leaf([jax.ShapeDtypeStruct(shape, dtype) for shape in p.chunk_shapes])
+        for p in parameters_lib.parameters(config)
+    }
+    found = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract_init(config, dtype))
+    assert found == parameters_lib.nest(wanted)
+
+
+@pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
+def test_the_layout_has_as_many_parameters_as_published(name):
+    # The published counts leave out the layer scalars, which are buffers there.
+    found = parameters_lib.parameters(configurations.get(name))
+    assert sum(math.prod(p.shape) for p in found if not p.path.endswith("layer_scalar")) == PARAMETERS[name]
+
+
 @pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
 def test_the_decoder_has_the_parameters_of_the_layout(name):
+    """Six layers hold both attention kinds; where layers share keys and values, twelve hold shared ones of both."""
     config = configurations.get(name)
-    found = {
-        "/".join(key.key for key in path): (leaf.shape, leaf.dtype.name)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_init(config))
-    }
-    assert found == {p.path: (p.shape, "bfloat16") for p in parameters_lib.parameters(config)}
-    # The published counts leave out the layer scalars, which are buffers there.
-    counted = [math.prod(shape) for path, (shape, _) in found.items() if not path.endswith("layer_scalar")]
-    assert sum(counted) == PARAMETERS[name]
+    cut = random_lib.cut(config, layers=12 if config.num_kv_shared_layers else 6)
+    assert len({(kind, layer < cut.num_kv_layers) for layer, kind in enumerate(cut.layer_kinds)}) == (
+        4 if config.num_kv_shared_layers else 2
+    )
+    for dtype in ("bfloat16", "float32"):
+        assert_layout(cut, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
+def test_no_product_sums_more_than_a_library_takes_in_one_piece(name):
+    for p in parameters_lib.parameters(configurations.get(name)):
+        shapes = p.chunk_shapes
+        if p.summed:
+            axis, *_ = p.summed
+            assert max(math.prod(shape[a] for a in p.summed) for shape in shapes) <= products.LONGEST
+            assert sum(shape[axis] for shape in shapes) == p.shape[axis]
+            rest = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
+            assert rest == {(*p.shape[:axis], *p.shape[axis + 1 :])}
+        else:
+            assert shapes == (p.shape,)
 
 
 @pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
@@ -128,3 +161,10 @@ def test_odd_head_width_and_tiny_window():
 def test_documents_are_json_and_nameless():
     document = configurations.get("gemma-3-270m").document()
     assert "name" not in document and document["sliding"]["window"] == 512
+
+
+@pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
+def test_the_bytes_of_a_cache_are_those_of_its_arrays(name):
+    config, dtype = configurations.get(name), jnp.dtype(jnp.bfloat16)
+    arrays = jax.tree.leaves(jax.eval_shape(lambda: cache_lib.make_cache(config, 3, 128, dtype)))
+    assert cache_lib.device_bytes(config, 3, 128, dtype) == sum(a.size * a.dtype.itemsize for a in arrays)

@@ -29,7 +29,7 @@ def test_of_experts_with_equal_probability_the_lowest_number_is_chosen(logits_E,
     params = {
         "scale": jnp.ones(1, dtype),
         "per_expert_scale": jnp.ones(4, dtype),
-        "proj": {"kernel": jnp.asarray(logits_E, dtype).reshape(1, 4)},
+        "proj": {"kernel": (jnp.asarray(logits_E, dtype).reshape(1, 4),)},
     }
     is_chosen_TxE, weight_TxE = router.apply({"params": params}, jnp.ones((1, 1), dtype))
     assert tuple(np.flatnonzero(np.asarray(is_chosen_TxE)[0])) == chosen

@@ -43,8 +43,8 @@ OWNERS = {
 @pytest.mark.parametrize("name", configurations.CONFIGURATIONS)
 def test_bytes_per_token(name):
     config, dtype = configurations.get(name), jnp.dtype("bfloat16")
-    assert cache_lib.make_cache(config, 2, dtype).nbytes == 2 * BYTES_PER_TOKEN[name]
-    assert cache_lib.make_cache(config, 1, jnp.dtype("float32")).nbytes == 2 * BYTES_PER_TOKEN[name]
+    assert cache_lib.make_cache(config, 1, 2, dtype).nbytes == 2 * BYTES_PER_TOKEN[name]
+    assert cache_lib.make_cache(config, 1, 1, jnp.dtype("float32")).nbytes == 2 * BYTES_PER_TOKEN[name]
 
 
 @pytest.mark.parametrize("name", OWNERS)

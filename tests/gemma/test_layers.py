@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvgraft_jax.gemma import layers
+from kvgraft_jax.gemma import layers, products
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -54,14 +54,15 @@ def test_rms_norm_uses_correctly_rounded_operations():
 
 def test_dot_accumulates_in_float32_and_leaves_rounding_to_the_caller():
     a, b = random(16, 2048), random(2048, 16)
-    found = np.asarray(jax.jit(lambda a, b: layers.dot("TF,FD->TD", a, b))(a, b))
+    found = np.asarray(jax.jit(lambda a, b: products.dot("TF,FD->TD", a, b))(a, b))
     wanted = a.astype(np.float64) @ b.astype(np.float64)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-4)
 
 
 def test_embedding_scale_is_rounded_to_the_dtype_first():
-    table = random(10, 640)
-    embedder = layers.Embedder(10, 640, BF16)
-    found = embedder.apply({"params": {"embedding": table}}, np.array([3], np.int32), method=embedder.encode)
-    np.testing.assert_array_equal(np.asarray(found)[0], table[3] * np.array(25.25, BF16))
+    table = random(10, 1280)
+    embedder = layers.Embedder(10, 1280, BF16)
+    params = {"embedding": tuple(np.split(table, len(products.chunk_sizes(1280)), axis=1))}
+    found = embedder.apply({"params": params}, np.array([3], np.int32), method=embedder.encode)
+    np.testing.assert_array_equal(np.asarray(found)[0], table[3] * np.array(35.75, BF16))

@@ -47,10 +47,12 @@ def measured(uri: str, num_devices: int, store: str) -> dict:
     again = engine.graft(storage.load_artifact(store, artifact_id))
     for token_id in token_ids[37:]:
         again = engine.extend(again, [token_id])
-    leaves = jax.tree.leaves(model.params)
-    runner, (read,) = engine.runner, step_lib.cut([3], 0, tiny.WIDTH)
-    lowered = runner.programs.step.lower(
-        runner.params, runner.tables, after.cache, read.tokens_T, read.start, read.count
+    leaves, kinds = jax.tree.leaves(model.params), after.blocks[0].kinds
+    runner, num_blocks = engine.runner, len(after.blocks)
+    lanes = step_lib.lay_out([step_lib.Piece(0, 0, (3,))], [range(num_blocks)], tiny.WIDTH, tiny.KV_BLOCK)
+    cache = engine.step_config.make_cache(num_blocks)
+    lowered = jax.jit(runner.programs.step).lower(
+        runner.params, runner.tables, cache, jax.device_put(lanes, runner.place)
     )
     shapes = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", lowered.compile().as_text())
     return {
@@ -62,11 +64,16 @@ def measured(uri: str, num_devices: int, store: str) -> dict:
         "largest_gather": max((math.prod(map(int, shape.split(","))) for shape in shapes), default=0),
         "devices": sorted({len(leaf.devices()) for leaf in leaves}),
         "share": sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / sum(leaf.nbytes for leaf in leaves),
-        "cache_share": after.cache.layers[0].v_SxKxH.addressable_shards[0].data.nbytes
-        / after.cache.layers[0].v_SxKxH.nbytes,
-        "cache_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(after.cache)),
-        "planned_bytes": cache_lib.device_bytes(model.config, after.cache.num_slots, np.dtype(np.float32), mesh),
+        "cache_share": kinds[0].addressable_shards[0].data.nbytes / kinds[0].nbytes,
+        "cache_bytes": [
+            sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(held))
+            for held in (cache, after.blocks)
+        ],
+        "planned_bytes": cache_lib.device_bytes(model.config, num_blocks, tiny.KV_BLOCK, np.dtype(np.float32), mesh),
     }
+
+
+_IMPORTS = "import json; from tests import no_thread_test; from tests.gemma import test_mesh as t"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -79,7 +86,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("uri", "cache_share"), [(URIS[0], 1), (URIS[1], 1 / DEVICES)])
 def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path):
     call = f"t.measured({uri!r}, 4, {str(tmp_path)!r})"
-    code = f"import json; from tests.gemma import test_mesh as t; print(json.dumps({call}))"
+    code = f"{_IMPORTS}; print(json.dumps({call}))"
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
     spread, alone = json.loads(done.stdout), measured(uri, 1, str(tmp_path / "alone"))
@@ -89,7 +96,7 @@ def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path)
     assert (spread["devices"], alone["devices"]) == ([DEVICES], [1])
     assert spread["largest_gather"] <= tiny.WIDTH * 512  # activations and logits at most, no parameter
     assert spread["share"] < 0.4 and alone["share"] == 1 and spread["cache_share"] == cache_share
-    assert all(found["cache_bytes"] == found["planned_bytes"] for found in (spread, alone))
+    assert all(found["cache_bytes"] == [found["planned_bytes"]] * 2 for found in (spread, alone))
     model = load.load_model(uri, "float32")
     engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, width=tiny.WIDTH, kv_block=tiny.KV_BLOCK)
     artifact = storage.load_artifact(tmp_path, spread["artifact_id"])
@@ -101,8 +108,38 @@ def test_same_tokens_one_hash_and_a_pin_that_says_so(uri, cache_share, tmp_path)
 def digest_on_mesh(uri: str) -> str:
     """Loads a checkpoint over all devices: its digest and how many hold it; runs in a process of its own."""
     model = load.load_model(uri, mesh=sharding_lib.make_mesh(DEVICES))
-    kernel = model.params["layer_0"]["mlp"]["gate_proj"]["kernel"]
+    (kernel,) = model.params["layer_0"]["mlp"]["gate_proj"]["kernel"]
     return f"{model.digest} {len(kernel.devices())} {kernel.addressable_shards[0].data.shape[1] / kernel.shape[1]}"
+
+
+# Lengths that are cut into several chunks, and heads that do and do not divide: four key/value heads and a single one.
+WIDE = "vocab=512&embed=1280&hidden=2304&heads=8&head_dim=64&window=24"
+MANY_HEADS = f"random:gemma-3-27b?seed=0&layers=6&kv_heads=4&{WIDE}"
+ONE_HEAD = f"random:gemma-3-270m?seed=0&layers=6&kv_heads=1&{WIDE}"
+
+
+def hashes_by_width(uri: str, dtype: str, num_devices: int) -> dict[str, list[str]]:
+    """Hashes of logits and K/V rows of one text, read at several widths; runs in a process of its own."""
+    model = load.load_model(uri, dtype, mesh=sharding_lib.make_mesh(num_devices))
+    found = {}
+    for shapes in ((2,), (10,), (33,), (2, 10, 33)):
+        engine = engine_lib.Engine(model, capacity=tiny.CAPACITY, shapes=shapes, kv_block=tiny.KV_BLOCK)
+        assert engine.shapes == shapes
+        read = compare.hashes(engine.prefill(tiny.tokens(78)), policy="full")
+        found[str(shapes)] = [read.logits_sha256, read.kv_sha256]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("uri", [MANY_HEADS, ONE_HEAD], ids=["many heads", "one head"])
+def test_every_width_leaves_the_same_bits_on_the_mesh(uri, dtype):
+    call = f"t.hashes_by_width({uri!r}, {dtype!r}, {DEVICES})"
+    code = f"{_IMPORTS}; print(json.dumps({call}))"
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 4 and len(set(map(tuple, found.values()))) == 1
 
 
 def test_a_checkpoint_is_spread_as_it_is_read(tmp_path):

@@ -16,7 +16,6 @@ from kvgraft_jax.gemma import attention as attention_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import experts as experts_lib
 from kvgraft_jax.gemma import layers, per_layer, rotary
-from kvgraft_jax.gemma import parameters as parameters_lib
 from tests import golden_cases
 
 WIDTH, KV_BLOCK = 24, 32  # All tokens of a tiny case in one step.
@@ -34,9 +33,9 @@ def equal_share(
     """Share of the logits that stay bit-identical to the reference's with these changes."""
     case = golden_cases.load(name)
     make = golden_cases.build if is_patched else golden_cases.shared_program
-    program = make(config or case.config, BF16, WIDTH, KV_BLOCK)
-    params = case.params(BF16) if leaves is None else parameters_lib.nest(leaves)
-    logits_TxV, _ = program.run(params, case.token_ids, rotary_config=rotary_config)
+    program = make(config or case.config, BF16, KV_BLOCK)
+    params = case.params(BF16) if leaves is None else case.tree(leaves)
+    logits_TxV, _ = program.run(params, case.token_ids, [(WIDTH, WIDTH)], rotary_config=rotary_config)
     return float(np.mean(logits_TxV == case.arrays["logits_bf16"]))
 
 
@@ -262,7 +261,8 @@ class UnscaledPerLayerContext(Interceptor):
     def __call__(self, call, args, kwargs, context):
         module = context.module
         if isinstance(module, per_layer.PerLayerEmbedder) and context.method_name == "__call__":
-            args = (module.parent.embedder.embedding_VxD[args[1]], args[1])
+            chunks = [chunk_VxD[args[1]] for chunk_VxD in module.parent.embedder.embedding]
+            args = (jnp.concatenate(chunks, axis=1), args[1])
         return call(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from kvgraft_jax.grafting import artifact as artifact_lib
 from kvgraft_jax.grafting import manifest as manifest_lib
 
 BF16 = ml_dtypes.bfloat16
-PIN = pin_lib.Pin({"schema": pin_lib.SCHEMA, "width": 8, "model": {"sliding": {"window": 5}}})
+PIN = pin_lib.Pin({"schema": pin_lib.SCHEMA, "kv_block": 16, "model": {"sliding": {"window": 5}}})
 
 
 def make_stack(kind="sliding", layers=(0, 1, 3), start=6, rows=4, dtype=BF16, seed=0):
@@ -75,7 +75,7 @@ def test_every_part_of_the_state_is_in_the_state_digest():
         base,
         make_artifact(token_ids=(3, *base.token_ids[1:])),
         make_artifact(logits_V=_flipped(base.logits_V, 0)),
-        make_artifact(pin=pin_lib.Pin(PIN.document | {"width": 16})),
+        make_artifact(pin=pin_lib.Pin(PIN.document | {"kv_block": 32})),
         make_artifact(stacks=(sliding,)),
         make_artifact(stacks=(dataclasses.replace(sliding, layers=(0, 1, 4)), full)),
         make_artifact(stacks=(dataclasses.replace(sliding, kv_Lx2xSxKxH=_flipped(sliding.kv_Lx2xSxKxH, 0)), full)),

@@ -33,9 +33,9 @@ def test_comparison_tells_what_differs():
     logits_V[best] -= 100
     other_token = compare.compare(a, dataclasses.replace(a, logits=jnp.array(logits_V)))
     assert not other_token.argmax_agree and other_token.kl_nats > 0
-    layer = a.cache.layers[0]
-    one_row = dataclasses.replace(layer, v_SxKxH=layer.v_SxKxH.at[29, 0, 0].add(1))
-    moved = dataclasses.replace(a, cache=cache_lib.Cache((one_row, *a.cache.layers[1:])))
+    first, (sliding, full) = a.blocks[0], a.blocks[1].kinds
+    one_row = cache_lib.CacheBlock((sliding.at[0, 1, 29 - tiny.KV_BLOCK, 0, 0].add(1), full))
+    moved = dataclasses.replace(a, blocks=(first, one_row))
     by_kv = compare.compare(a, moved)
     assert (by_kv.logits_equal, by_kv.kv_equal, by_kv.equal) == (True, False, False) and by_kv.kl_nats == 0.0
     renamed = compare.compare(a, dataclasses.replace(a, token_ids=(*a.token_ids[:-1], 7)))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvgraft_jax.gemma import cache
 from kvgraft_jax.grafting import rows
 
 
@@ -20,13 +21,28 @@ def test_every_bit_pattern_survives_the_device(dtype):
         patterns = np.array(words * 16, np.uint32).view(np.float32)
     patterns = patterns[: len(patterns) // 64 * 64]
     kv = np.stack([patterns, patterns[::-1]]).reshape(1, 2, -1, 2, 32)
-    layers = rows.place_rows(kv, 3, kv.shape[2] + 29)
-    found = rows.read_rows(layers, 3, 3 + kv.shape[2], 16, kv.dtype)
+    blocks = rows.place_rows(kv, 3, 16)
+    assert len(blocks) == -(-(3 + kv.shape[2]) // 16)
+    found = rows.read_rows([cache.CacheBlock((block,)) for block in blocks], 0, 3, 3 + kv.shape[2], kv.dtype)
     assert found.tobytes() == kv.tobytes()
 
 
+def test_slots_without_a_row_hold_zeros():
+    kv = np.ones((1, 2, 10, 2, 32), np.float32)
+    blocks = rows.place_rows(kv, 40, 16)
+    assert [int(np.asarray(block).sum()) for block in blocks] == [0, 0, 2 * 8 * 64, 2 * 2 * 64]
+    assert (np.asarray(blocks[2])[:, :, 8:] == 1).all() and (np.asarray(blocks[3])[:, :, :2] == 1).all()
+
+
+@pytest.mark.parametrize("low, high", [(0, 50), (7, 16), (16, 32), (15, 33), (49, 50)])
+def test_any_stretch_of_rows_can_be_read(low, high):
+    kv = np.arange(1 * 2 * 50 * 1 * 4, dtype=np.float32).reshape(1, 2, 50, 1, 4)
+    blocks = [cache.CacheBlock((kv[..., :0], block)) for block in rows.place_rows(kv, 0, 16)]
+    np.testing.assert_array_equal(rows.read_rows(blocks, 1, low, high, kv.dtype), kv[:, :, low:high])
+
+
 def test_changing_the_source_after_placing_rows_changes_nothing():
-    kv = np.ones((1, 2, 40, 2, 32), np.float32)
-    (layer,) = rows.place_rows(kv, 0, 40)  # as many slots as rows: nothing but a copy keeps them apart
+    kv = np.ones((1, 2, 48, 2, 32), np.float32)
+    blocks = rows.place_rows(kv, 0, 48)  # As many slots as rows: nothing but a copy keeps them apart.
     kv[...] = 7
-    assert float(np.asarray(layer.k_rot_SxKxH).max()) == float(np.asarray(layer.v_SxKxH).max()) == 1
+    assert float(np.asarray(blocks[0]).max()) == 1

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvgraft_jax.grafting import rows as rows_lib
 from kvgraft_jax.relocation import bits, collisions, encodings, keys
 from kvgraft_jax.relocation import tables as tables_lib
 from tests import test_docs, tiny
@@ -278,12 +279,12 @@ def test_a_half_turn_loses_small_components():  # E7
 def test_deeper_rows_depend_on_the_context_within_reach():  # E11
     """The first token alone differs: layer l sees it from positions up to l (w - 1), as all of these layers slide."""
     rest = tiny.tokens(4 * tiny.WINDOW)
-    layers = [tiny.engine().prefill([first, *rest]).cache.layers for first in (1, 2)]
-    kinds = tiny.model().config.layer_kinds
-    assert set(kinds[:2]) == {"sliding"}
-    for layer, (a, b) in enumerate(zip(*(found[:3] for found in layers), strict=True)):
-        for a_SxKxH, b_SxKxH in ((a.k_rot_SxKxH, b.k_rot_SxKxH), (a.v_SxKxH, b.v_SxKxH)):
-            differs_S = (a_SxKxH != b_SxKxH)[: len(rest) + 1].any(axis=(1, 2))
+    states = [tiny.engine().prefill([first, *rest]) for first in (1, 2)]
+    (sliding, _), length = tiny.model().config.kinds, len(rest) + 1
+    assert sliding.layers[:3] == (0, 1, 2)
+    a, b = (rows_lib.read_rows(state.blocks, 0, 0, length, np.dtype(np.uint16)) for state in states)
+    for layer, differs_2xS in enumerate((a != b).any(axis=(3, 4))[:3]):
+        for differs_S in differs_2xS:
             reach = layer * (tiny.WINDOW - 1)
             assert not differs_S[reach + 1 :].any() and differs_S[0]
             assert not layer or differs_S[1 : reach + 1].any()

@@ -345,20 +345,20 @@ def test_two_tokens_swap_their_attention_with_their_position():  # T6
 
 @pytest.fixture(scope="module")
 def engine():
-    return engine_lib.Engine(load.load_model(THREE_LAYERS, "bfloat16"), capacity=2048, kv_block=64)
+    return engine_lib.Engine(load.load_model(THREE_LAYERS, "bfloat16"), capacity=2048, kv_block=64, shapes=(2, 10))
 
 
 def test_values_of_deeper_layers_move_with_positions(engine):  # T6
-    token_ids, num_slots = [7 * n % 512 for n in range(60)], 64 + engine.step_config.width
-    for shift in (0, 1, 1000):
-        counts = logits.layer_value_shift_difference(engine.runner, token_ids, shift, num_slots)
+    token_ids = [7 * n % 512 for n in range(60)]
+    for shift in (0, 1, 1000, 2048 - 60):
+        counts = logits.layer_value_shift_difference(engine.runner, token_ids, shift)
         assert counts.shape == (3,) and counts[0] == 0 and (counts[1:] > 0).all() == (shift > 0)
 
 
-@pytest.mark.parametrize(("tokens", "shift"), [(60, 2048), (60, -1), (65, 0), (0, 0)])
+@pytest.mark.parametrize(("tokens", "shift"), [(60, 2048 - 59), (60, -1), (2049, 0), (0, 0)])
 def test_shifts_past_the_tables_are_refused(engine, tokens, shift):
     with pytest.raises(errors.InputError):
-        logits.layer_value_shift_difference(engine.runner, [1] * tokens, shift, 64 + engine.step_config.width)
+        logits.layer_value_shift_difference(engine.runner, [1] * tokens, shift)
 
 
 def test_the_keys_of_t6_come_out_of_a_norm():

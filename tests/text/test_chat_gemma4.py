@@ -11,7 +11,7 @@ import pytest
 
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
-from kvgraft_jax.runtime import run as run_lib
+from kvgraft_jax.runtime import sampling as sampling_lib
 from kvgraft_jax.text import chat as chat_lib
 from kvgraft_jax.text import sentencepiece_model
 from kvgraft_jax.text import tokenizer as tokenizer_lib
@@ -205,7 +205,7 @@ def test_no_token_is_chosen_out_of_nan():
     damaged = dataclasses.replace(state, logits=jnp.asarray(logits_V))
     with pytest.raises(errors.WeightsError, match=r"logit of token 300: got NaN .*float32"):
         tiny.engine().generate(damaged, max_new_tokens=4)
-    assert run_lib.argmax(damaged.logits, (300,)) == int(np.nanargmax(logits_V))
+    assert sampling_lib.argmax(damaged.logits, (300,)) == int(np.nanargmax(logits_V))
 
 
 def test_suppressed_tokens_are_never_chosen():
