@@ -19,6 +19,7 @@ usage: bash workspace.sh COMMAND [ARGUMENTS]
   lint                              ruff: lint and format check
   format                            ruff: sort imports and format in place
   bench [ARGS]                      the benchmark (python -m experiments.bench)
+  records [FOLDER ...]              make the records under results/ again that are not of today's program
   peers                             prepare .venv-peers, the implementations that benchmarks compare with
   python [ARGS]                     the environment's own Python, for anything else
   lock                              write requirements-lock.txt anew from the ranges (Python 3.11)
@@ -151,6 +152,10 @@ case "$command" in
     .venv/bin/python -m ruff check --fix --select I .
     exec .venv/bin/python -m ruff format . ;;
   peers) ensure .venv-peers peers ;;
+  records)
+    ensure .venv-peers peers
+    ensure .venv weights dev
+    exec .venv/bin/python -m experiments.records "$@" ;;
   python)
     ensure .venv weights dev
     exec .venv/bin/python "$@" ;;

@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = "package:gemma-3-270m"
     config.dtype = "bfloat16"
     config.capacity = 4096  # The engine's default.
-    config.width = 0  # 0: the engine's default, of the next one too.
+    config.shapes = ()  # None named: the engine's default. A block of 0 means that too.
     config.kv_block = 0
 
     # Tokens.
@@ -23,7 +23,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.context_tokens = 2000  # Deposit and graft.
     config.question_tokens = 30
     config.decode_tokens = 32
-    config.step_starts = (0, 512, 1900)
+    config.sequences = 10  # That decode together, each after `sequence_tokens`.
+    config.sequence_tokens = 128
+    config.step_starts = (0, 512, 1800)
 
     config.repeats = 5  # Of everything that a claim rests on; the first call comes on top and is reported apart.
     config.memory_tokens = 512

@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
         "random:gemma-3-270m?seed=0&layers=6&vocab=512&embed=64&hidden=128&heads=2&kv_heads=1&head_dim=128&window=32"
     )
     config.dtype = "bfloat16"
-    config.width = 10
+    config.shapes = (2, 10)
     config.kv_block = 32
     config.texts = 32
     config.text_tokens = 64

@@ -11,10 +11,10 @@ Commands (each with a new or empty folder; `--mesh=N` spreads the model over N d
 The same code on a CPU: six layers, a small vocabulary, short texts that cross a window of 64 and K/V blocks of 64 (each
 command is one line):
   python -m experiments.graft_exactness --config=configs/exactness_gemma4.py:12b --out=out/graft_12b_cut
-    --config.samples=5 --config.max_tokens=200 --config.spread_tokens=160 --config.width=16 --config.kv_block=64
+    --config.samples=5 --config.max_tokens=200 --config.spread_tokens=160 --config.shapes=16 --config.kv_block=64
     "--config.model=random:gemma-4-12b?layers=6&vocab=8192&window=64&seed=0"
   python -m experiments.graft_exactness --config=configs/exactness_gemma4.py:31b --out=out/graft_31b_cut
-    --config.samples=5 --config.max_tokens=200 --config.spread_tokens=160 --config.width=16 --config.kv_block=64
+    --config.samples=5 --config.max_tokens=200 --config.spread_tokens=160 --config.shapes=16 --config.kv_block=64
     "--config.model=random:gemma-4-31b?layers=6&vocab=8192&window=64&seed=0"
 
 Expected: samples 50 (of the cut ones 5), each count 50 (5), kl_nats_max 0.0; schedules 12, distinct_hashes 1, five
@@ -34,7 +34,7 @@ def get_config(size: str = "12b") -> ml_collections.ConfigDict:
     config.model = f"random:gemma-4-{size}?seed=0"
     config.dtype = "bfloat16"
     config.seed = 0
-    config.width = 128
+    config.shapes = (128,)
     config.kv_block = 256
     # graft_exactness: 50 texts, on average 240 tokens long, six of them longer than the window.
     config.capacity = 1536

@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.dtype = "bfloat16"
     config.other_dtypes = ("float32",)
     config.seed = 0
-    config.width = 10
+    config.shapes = (2, 10)
     config.kv_block = 32
     config.document_tokens = (20, 70)
     config.documents = 1

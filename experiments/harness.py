@@ -230,14 +230,22 @@ def new_folder(out: str | os.PathLike[str] | None) -> pathlib.Path:
 
 
 def run_module(module: str, *arguments: str) -> None:
-    """Runs a module of the project in a new process and passes on what it says on stderr.
+    """Runs a module of the project in a new process, which compiles for itself, and passes on what it says on stderr.
 
     Raises:
       ConfigError: it ended with another code than 0; the message holds its last line.
     """
+    code, said = start_module(module, *arguments, JAX_ENABLE_COMPILATION_CACHE="false")
+    if code:
+        reason = said.strip().splitlines()[-1:] or ["no message"]
+        raise errors.ConfigError(f"the process of {module} ended with {code}: {reason[0]}")
+
+
+def start_module(module: str, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Runs a module in a new process with these variables set: its exit code, and the end of what it said on stderr."""
     said = ""
     command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, cwd=_ROOT, env=os.environ | environment, stderr=subprocess.PIPE) as process:
         try:
             while chunk := process.stderr.read1().decode(errors="replace"):
                 progress.write(chunk)
@@ -245,9 +253,7 @@ def run_module(module: str, *arguments: str) -> None:
         except BaseException:
             process.kill()  # Nobody waits for its answer any more.
             raise
-    if process.returncode:
-        reason = said.strip().splitlines()[-1:] or ["no message"]
-        raise errors.ConfigError(f"the process of {module} ended with {process.returncode}: {reason[0]}")
+    return process.returncode, said
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -305,13 +311,14 @@ def _execute(
     folder = new_folder(out)
     began = time.perf_counter()
     try:
-        model = kg.load_model(settings.model, settings.dtype, mesh=devices)
+        loaded = [kg.load_model(settings.model, settings.dtype, mesh=devices)]
     except errors.KVGraftError:
         if not existed:
             folder.rmdir()  # Nothing is in it.
         raise
-    findings = experiment.run(settings, model, folder)
-    document = _document(experiment, settings, model.source, findings, time.perf_counter() - began)
+    source = loaded[0].source
+    findings = experiment.run(settings, loaded.pop(), folder)  # An experiment may free the model, so none is kept here.
+    document = _document(experiment, settings, source, findings, time.perf_counter() - began)
     write_text(folder / RESULT, json.dumps(document, indent=1, allow_nan=False) + "\n")
     write_text(folder / REPORT, report(document))
     print(table(document))

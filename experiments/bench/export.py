@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 
-import jax
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 
@@ -27,11 +26,9 @@ def export(model: model_lib.Model, directory: pathlib.Path) -> None:
 
 def tensors(model: model_lib.Model) -> dict[str, np.ndarray]:
     """Returns the weights under their public names, in their stored shapes."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(model.params)
-    leaves = {"/".join(key.key for key in path): leaf for path, leaf in flat}
-    found = {}
+    leaves, found = parameters_lib.whole(model.config, model.params), {}
     for parameter in parameters_lib.parameters(model.config):
-        array = np.asarray(leaves[parameter.path])
+        array = leaves[parameter.path]
         if parameter.matrices:
             array = array.reshape(parameter.matrices, parameter.stored_shape[-1], -1).swapaxes(1, 2)
         found[parameter.name] = np.ascontiguousarray(array.reshape(parameter.stored_shape))

@@ -34,7 +34,8 @@ class Settings:
 
     Attributes:
       model, dtype: as for `load_model`.
-      capacity, width, kv_block: of the engine; for the last two, 0 means its default.
+      capacity, shapes, kv_block: of the engine; no shapes and a block of 0 mean its defaults.
+      sequences, sequence_tokens: how many decode together, and how long each is before that.
       prompt_tokens: a short text: prefill of it, decode after it.
       context_tokens: a long text: prefill of it, deposit, graft.
       question_tokens: what is asked after the context.
@@ -50,8 +51,10 @@ class Settings:
     model: str
     dtype: str
     capacity: int
-    width: int
+    shapes: tuple[int, ...]
     kv_block: int
+    sequences: int
+    sequence_tokens: int
     prompt_tokens: int
     context_tokens: int
     question_tokens: int
@@ -66,12 +69,14 @@ class Settings:
     peer_threads: int
 
     def __post_init__(self):
-        one_or_more = "question_tokens", "decode_tokens", "repeats", "curve_decode_tokens", "curve_repeats"
+        one_or_more = "sequences", "question_tokens", "decode_tokens", "repeats", "curve_decode_tokens", "curve_repeats"
         limits = [(name, getattr(self, name), 1, None) for name in (*one_or_more, "peer_threads")]
         limits += [
             ("prompt_tokens", self.prompt_tokens, 1, self.context_tokens),
+            ("sequence_tokens", self.sequence_tokens, 1, self.prompt_tokens),
             ("capacity", self.capacity, self.context_tokens + self.question_tokens, None),
             ("capacity", self.capacity, self.prompt_tokens + self.decode_tokens, None),
+            *(("step_starts", self.capacity - start, max(self.shapes, default=2), None) for start in self.step_starts),
             ("memory_tokens", self.memory_tokens, 0, self.capacity),
             *(("step_starts", start, 0, self.capacity) for start in self.step_starts),
         ]
@@ -80,16 +85,15 @@ class Settings:
                 raise kg.ConfigError(f"{name}: got {got}, wanted {low} {'or more' if high is None else f'to {high}'}")
 
     @property
-    def engine_shape(self) -> tuple[int, int]:
-        """Width and K/V block, the engine's defaults put in."""
-        return self.width or engine_lib.DEFAULT_WIDTH, self.kv_block or engine_lib.DEFAULT_KV_BLOCK
+    def block(self) -> int:
+        """Slots of a K/V block, the engine's default put in."""
+        return self.kv_block or engine_lib.DEFAULT_KV_BLOCK
 
     @property
-    def curve_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Width and K/V block of every further engine, none twice."""
-        width, kv_block = self.engine_shape
-        shapes = [(other, kv_block) for other in self.widths] + [(width, other) for other in self.kv_blocks]
-        return tuple(dict.fromkeys(shapes))
+    def curve_shapes(self) -> tuple[tuple[tuple[int, ...] | None, int], ...]:
+        """Widths and K/V block of every further engine, none twice."""
+        shapes = [((width,), self.block) for width in self.widths]
+        return tuple(dict.fromkeys([*shapes, *((self.shapes or None, block) for block in self.kv_blocks)]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +159,7 @@ def _measure(
         _say("resident memory, in processes of their own")
         memory = memory_lib.measure(settings.model, settings.dtype, settings.capacity, settings.memory_tokens)
         once_s["load_model"] = memory.load_s
-    width, kv_block = settings.engine_shape
-    engine, once_s["Engine"] = _once(
-        lambda: kg.Engine(model, capacity=settings.capacity, width=width, kv_block=kv_block)
-    )
+    engine, once_s["Engine"] = _once(lambda: _engine(model, settings, settings.shapes or None))
     _, once_s["Engine.pin"] = _once(lambda: engine.pin)
     texts = ours_lib.texts(model, settings.prompt_tokens, settings.context_tokens, settings.question_tokens)
     ours = ours_lib.Ours(engine, texts, settings.decode_tokens, scratch)
@@ -166,7 +167,7 @@ def _measure(
     parts = ours.parts(settings.step_starts, settings.repeats)
     artifact = ours.load()
     tasks = {}
-    for task, contenders in _contenders(engine, ours, settings, peer).items():
+    for task, contenders in _contenders(engine, ours, settings, scratch, peer).items():
         _say(f"{task}: {'; '.join(contenders)}; {settings.repeats} turns each")
         tasks[task] = timing.take_turns(contenders, settings.repeats)
     measured = report.Measured(
@@ -175,6 +176,7 @@ def _measure(
             claims_lib.PREFILL_CONTEXT: settings.context_tokens,
             claims_lib.FIRST_TOKEN: settings.context_tokens + settings.question_tokens,
             claims_lib.DECODE: settings.decode_tokens,
+            claims_lib.DECODE_MANY: settings.sequences * settings.decode_tokens,
         },
         tasks=tasks,
         parts=parts,
@@ -182,6 +184,7 @@ def _measure(
         artifact_bytes={"arrays": artifact.nbytes, "files": ours.disk_bytes()},
         memory=memory,
         curve=tuple(_curve_point(model, settings, *shape, scratch) for shape in settings.curve_shapes),
+        num_sequences=settings.sequences,
         next_tokens=_next_tokens(engine, texts, peer),
     )
     return Outcome(
@@ -216,20 +219,44 @@ def _next_tokens(engine: kg.Engine, texts: ours_lib.Texts, peer: peer_lib.Transf
     return ours | {_name(dtype): peer.next_token(dtype, texts.prompt) for dtype in peer_lib.DTYPES}
 
 
+def _engine(model: kg.Model, settings: Settings, shapes: tuple[int, ...] | None) -> kg.Engine:
+    return kg.Engine(
+        model, capacity=settings.capacity, shapes=shapes, kv_block=settings.block, rows=max(settings.sequences, 1)
+    )
+
+
 def _contenders(
-    engine: kg.Engine, ours: ours_lib.Ours, settings: Settings, peer: peer_lib.Transformers | None
+    engine: kg.Engine,
+    ours: ours_lib.Ours,
+    settings: Settings,
+    scratch: pathlib.Path,
+    peer: peer_lib.Transformers | None,
 ) -> dict[str, dict[str, Callable[[], float]]]:
     """Lists, for each task, what each contender does; ours comes first."""
     texts = ours.texts
-    prompt = engine.prefill(texts.prompt)
+    prompts = ours_lib.prompts(engine.model, settings.sequences, settings.sequence_tokens)
+    prompt, states = engine.prefill(texts.prompt), engine.prefill_many(prompts)
+    one_width = ours_lib.Ours(_engine(engine.model, settings, (10,)), texts, settings.decode_tokens, scratch)
+    one_width_prompt = one_width.read(texts.prompt)
+    library = ours_lib.LibraryOrder(engine, texts.prompt, settings.decode_tokens)
     tasks = {
-        claims_lib.PREFILL_PROMPT: {claims_lib.OURS: lambda: ours.prefill_s(texts.prompt)},
+        claims_lib.PREFILL_PROMPT: {
+            claims_lib.OURS: lambda: ours.prefill_s(texts.prompt),
+            claims_lib.ONE_WIDTH: lambda: one_width.prefill_s(texts.prompt),
+            claims_lib.LIBRARY_ORDER: library.prefill_s,
+        },
         claims_lib.PREFILL_CONTEXT: {
             claims_lib.OURS: lambda: ours.prefill_s(texts.context),
+            claims_lib.ONE_WIDTH: lambda: one_width.prefill_s(texts.context),
             claims_lib.GRAFT: ours.graft_s,
         },
         claims_lib.FIRST_TOKEN: {claims_lib.OURS: ours.graft_and_answer_s},
-        claims_lib.DECODE: {claims_lib.OURS: lambda: ours.decode_s(prompt)},
+        claims_lib.DECODE: {
+            claims_lib.OURS: lambda: ours.decode_s(prompt),
+            claims_lib.ONE_WIDTH: lambda: one_width.decode_s(one_width_prompt),
+            claims_lib.LIBRARY_ORDER: library.decode_s,
+        },
+        claims_lib.DECODE_MANY: {claims_lib.OURS: lambda: ours.decode_many_s(states)},
     }
     if peer is not None:
         read = {
@@ -241,17 +268,18 @@ def _contenders(
             for task, token_ids in read.items():
                 tasks[task][_name(dtype)] = functools.partial(peer.prefill, dtype, token_ids)
             for cache in peer_lib.CACHES:
-                decode = functools.partial(peer.decode, dtype, cache, texts.prompt, settings.decode_tokens)
-                tasks[claims_lib.DECODE][f"{_name(dtype)}, {cache} cache"] = decode
+                for task, given in ((claims_lib.DECODE, [texts.prompt]), (claims_lib.DECODE_MANY, prompts)):
+                    decode = functools.partial(peer.decode, dtype, cache, given, settings.decode_tokens)
+                    tasks[task][f"{_name(dtype)}, {cache} cache"] = decode
     return tasks
 
 
 def _curve_point(
-    model: kg.Model, settings: Settings, width: int, kv_block: int, scratch: pathlib.Path
+    model: kg.Model, settings: Settings, shapes: tuple[int, ...] | None, kv_block: int, scratch: pathlib.Path
 ) -> report.CurvePoint:
-    _say(f"width {width}, K/V block {kv_block}")
     prompt_tokens, decoded = settings.prompt_tokens, settings.curve_decode_tokens
-    engine = kg.Engine(model, capacity=prompt_tokens + decoded, width=width, kv_block=kv_block)
+    engine = kg.Engine(model, capacity=prompt_tokens + decoded, shapes=shapes, kv_block=kv_block)
+    _say(f"widths {engine.shapes}, K/V block {kv_block}")
     texts = ours_lib.texts(model, prompt_tokens, prompt_tokens, 1)
     ours = ours_lib.Ours(engine, texts, decoded, scratch)
     first_call_s = ours.prefill_s(texts.prompt[:1])
@@ -259,7 +287,7 @@ def _curve_point(
     contenders = {"prefill": lambda: ours.prefill_s(texts.prompt), "decode": lambda: ours.decode_s(state)}
     timings = timing.take_turns(contenders, settings.curve_repeats)
     prefill_s, decode_s = timings["prefill"].median_s, timings["decode"].median_s
-    return report.CurvePoint(width, kv_block, prompt_tokens / prefill_s, decoded / decode_s, first_call_s)
+    return report.CurvePoint(engine.shapes, kv_block, prompt_tokens / prefill_s, decoded / decode_s, first_call_s)
 
 
 def _name(dtype: str) -> str:

@@ -37,7 +37,7 @@ class Memory:
     Attributes:
       base_bytes: resident in a process that only initialised jax.
       weights_bytes: of all parameters in their dtype.
-      cache_bytes: of one context.
+      cache_bytes: of the cache in which the engine computes, and of the context that the prefill leaves.
       load_s: seconds of `load_model`.
       loading: `load_model`.
       engine: `Engine`, and the compilation of its programs in the first step.
@@ -59,7 +59,7 @@ class Memory:
 
     @property
     def running_in_weights(self) -> float:
-        """Returns what is resident after a prefill, the cache taken off, as a multiple of the weights."""
+        """Returns what is resident after a prefill, cache and context taken off, as a multiple of the weights."""
         return (self.prefill.resident_bytes - self.cache_bytes) / self.weights_bytes
 
 
@@ -140,7 +140,6 @@ def _measure_here(uri: str, dtype: str, capacity: int, num_tokens: int) -> dict:
     token_ids = [position % model.config.vocab_size for position in range(num_tokens)]
     state = engine.prefill(token_ids[:1])
     state.logits.block_until_ready()
-    found["cache_bytes"] = state.cache.nbytes
     found["engine"] = meter.look()
     del state
     state = engine.prefill(token_ids)
@@ -148,6 +147,13 @@ def _measure_here(uri: str, dtype: str, capacity: int, num_tokens: int) -> dict:
     found["prefill"] = meter.look()
 
     import jax
+
+    from kvgraft_jax.gemma import cache as cache_lib
+
+    config = engine.step_config
+    num_blocks = config.num_blocks(engine.capacity)
+    found["cache_bytes"] = cache_lib.device_bytes(config.model, num_blocks, config.kv_block, config.jnp_dtype)
+    found["cache_bytes"] += sum(block.nbytes for block in state.blocks)
 
     found["weights_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     return found

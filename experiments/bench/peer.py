@@ -65,9 +65,9 @@ class Transformers:
         """Returns the greedy next token."""
         return self._ask("prefill", {"dtype": dtype, "token_ids": token_ids})["token_id"]
 
-    def decode(self, dtype: str, cache: str, token_ids: Sequence[int], new_tokens: int) -> float:
-        """Measures the seconds of `new_tokens` greedy decode steps after the prompt, which is not counted."""
-        request = {"dtype": dtype, "cache": cache, "token_ids": token_ids, "new_tokens": new_tokens}
+    def decode(self, dtype: str, cache: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+        """Measures the seconds of `new_tokens` greedy steps after prompts of one length, which are not counted."""
+        request = {"dtype": dtype, "cache": cache, "prompts": prompts, "new_tokens": new_tokens}
         return self._ask("decode", request)["seconds"]
 
     def close(self) -> None:

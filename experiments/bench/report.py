@@ -16,13 +16,18 @@ WANTED_REPEATS = 5
 
 @dataclasses.dataclass(frozen=True)
 class CurvePoint:
-    """One shape of the step: tokens a second, and the seconds of the first step, which compiles it."""
+    """Other widths of steps: tokens a second, and the seconds of the first step, which compiles it."""
 
-    width: int
+    shapes: tuple[int, ...]
     kv_block: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     first_call_s: float
+
+    @property
+    def name(self) -> str:
+        """Returns widths and K/V block in words."""
+        return f"widths {', '.join(map(str, self.shapes))}; block {self.kv_block}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Measured:
       artifact_bytes: of the context's artifact, by what they are.
       memory: None where it was not measured.
       curve: other shapes of the step.
+      num_sequences: that decode together.
       next_tokens: greedy next token after the prompt, by contender: the same work gives the same token, save for ties.
     """
 
@@ -47,12 +53,13 @@ class Measured:
     artifact_bytes: Mapping[str, int]
     memory: memory_lib.Memory | None
     curve: Sequence[CurvePoint]
+    num_sequences: int
     next_tokens: Mapping[str, int]
 
     @property
     def claims(self) -> tuple[claims_lib.Claim, ...]:
         """Returns what the figures have to reach."""
-        return claims_lib.claims(self.tasks, self.memory)
+        return claims_lib.claims(self.tasks, self.memory, self.num_sequences)
 
     @property
     def holds(self) -> bool:
@@ -82,7 +89,7 @@ def figures(measured: Measured) -> Mappings:
     parts_ms = {name: 1e3 * part.median_s for name, part in measured.parts.items()}
     read_ms = 1e3 * measured.tasks[claims_lib.PREFILL_CONTEXT][claims_lib.OURS].median_s
     deposit_ms = {"prefill": read_ms, "capture": parts_ms["capture"], "save_artifact": parts_ms["save_artifact"]}
-    graft_ms = {name: parts_ms[name] for name in ("load_artifact", "graft", "copy_cache", "question")}
+    graft_ms = {name: parts_ms[name] for name in ("load_artifact", "graft", "question")}
     found["deposit of the context: ms"] = _all_rounded({"all": sum(deposit_ms.values()), **deposit_ms})
     found["graft and question: ms"] = _all_rounded({"all": sum(graft_ms.values()), **graft_ms})
     found["artifact of the context: bytes"] = dict(measured.artifact_bytes)
@@ -94,9 +101,7 @@ def figures(measured: Measured) -> Mappings:
     if measured.memory is not None:
         found["resident memory above initialised jax: MB"] = _memory_mb(measured.memory)
     for kind in ("prefill_tokens_per_s", "decode_tokens_per_s", "first_call_s"):
-        points = {
-            f"W {point.width}, block {point.kv_block}": _rounded(getattr(point, kind)) for point in measured.curve
-        }
+        points = {point.name: _rounded(getattr(point, kind)) for point in measured.curve}
         if points:
             found[f"by shape of the step: {kind}"] = points
     if measured.next_tokens:

@@ -303,7 +303,7 @@ def show_exactness(engine: kg.Engine, seed: int, samples: int, root: pathlib.Pat
         model=MODEL,
         dtype=DTYPE,
         seed=seed,
-        width=engine.step_config.width,
+        shapes=engine.shapes,
         kv_block=engine.step_config.kv_block,
         capacity=engine.capacity,
         samples=samples,

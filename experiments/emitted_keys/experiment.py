@@ -27,6 +27,7 @@ from experiments.rotary_exactness import parts as rotary_parts
 import kvgraft_jax as kg
 from kvgraft_jax import digest, errors, progress
 from kvgraft_jax.gemma import config as config_lib
+from kvgraft_jax.grafting import rows as rows_lib
 from kvgraft_jax.relocation import bits, decoders, keys, tables
 
 COPY = "copy"
@@ -40,7 +41,7 @@ class Settings:
 
     Attributes:
       model, dtype: as for `load_model`; bfloat16.
-      width, kv_block: of the engine.
+      shapes, kv_block: of the engine.
       texts, text_tokens: how many and how long; they follow each other in the corpus.
       min_keys: keys that each attention kind shall have emitted.
       shifts: d, 0 among them.
@@ -50,7 +51,7 @@ class Settings:
 
     model: str
     dtype: str
-    width: int
+    shapes: tuple[int, ...]
     kv_block: int
     texts: int
     text_tokens: int
@@ -147,7 +148,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
     """Reads the texts, then moves the keys of each attention kind."""
     corpus = corpus_lib.tokenize(model)
     texts = plan_texts(corpus, settings.texts, settings.text_tokens)
-    engine = kg.Engine(model, capacity=settings.text_tokens, width=settings.width, kv_block=settings.kv_block)
+    engine = kg.Engine(model, capacity=settings.text_tokens, shapes=settings.shapes, kv_block=settings.kv_block)
     kinds = model.config.kinds
     for kind in kinds:
         emitted = len(kind.layers) * kind.attention.num_kv_heads * settings.texts * (settings.text_tokens - 1)
@@ -201,14 +202,15 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
 
 def _unlike_the_step(engine: kg.Engine, text: Sequence[int], k_raw: Sequence[np.ndarray]) -> int:
     """Counts elements in which a text's rotated keys differ from those that the engine's step left in the cache."""
-    config, state, count = engine.model.config, engine.prefill(text), 0
-    for layer, k_raw_TxKxH in enumerate(k_raw):
-        attention = config.attention(layer)
-        table = real_keys.make_table(attention, len(text))
-        position_T = np.repeat(np.arange(len(text)), attention.num_kv_heads)
-        k_rot_TxH = keys.fresh_key(jnp.asarray(k_raw_TxKxH.reshape(-1, attention.head_dim)), table, position_T, SCHEME)
-        held_TxKxH = np.asarray(state.cache.layers[layer].k_rot_SxKxH)[: len(text)]
-        count += int((np.asarray(k_rot_TxH).view(np.uint16) != held_TxKxH.reshape(k_rot_TxH.shape)).sum())
+    state, count = engine.prefill(text), 0
+    for index, kind in enumerate(engine.model.config.kinds):
+        table = real_keys.make_table(kind.attention, len(text))
+        position_T = np.repeat(np.arange(len(text)), kind.attention.num_kv_heads)
+        held_Lx2xTxKxH = rows_lib.read_rows(state.blocks, index, 0, len(text), engine.step_config.jnp_dtype)
+        for layer, held_TxKxH in zip(kind.layers, held_Lx2xTxKxH[:, 0], strict=True):
+            k_raw_TxH = jnp.asarray(k_raw[layer].reshape(-1, kind.attention.head_dim))
+            k_rot_TxH = np.asarray(keys.fresh_key(k_raw_TxH, table, position_T, SCHEME))
+            count += int((k_rot_TxH.view(np.uint16) != held_TxKxH.reshape(k_rot_TxH.shape).view(np.uint16)).sum())
     return count
 
 

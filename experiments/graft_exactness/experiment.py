@@ -2,7 +2,8 @@
 
 For each sample of n tokens the donor process deposits the first c, and computes all n in one context with cuts drawn
 at random. A new process shares nothing with it but files: it loads the artifact, grafts it, reads the n - c tokens
-that are left, and decodes. Its cache is one K/V block larger than the donor's.
+that are left, and decodes. Its cache is one K/V block larger than the donor's, and all its steps are of the narrowest
+width.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Settings:
     Attributes:
       model, dtype: as for `load_model`.
       seed: of lengths, cuts and schedules.
-      width, kv_block, capacity: of the donor's engine.
+      shapes, kv_block, capacity: of the donor's engine.
       samples: number of texts.
       min_tokens, max_tokens: length of a text.
       spread_tokens: longest text whose length is drawn, not given by a cut of special interest; above max_tokens it
@@ -47,7 +48,7 @@ class Settings:
     model: str
     dtype: str
     seed: int
-    width: int
+    shapes: tuple[int, ...]
     kv_block: int
     capacity: int
     samples: int
@@ -142,9 +143,10 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
     corpus = corpus_lib.tokenize(model)
     window = model.config.sliding.window
     samples = plan_samples(settings, window, corpus)
-    engine = kg.Engine(model, capacity=settings.capacity, width=settings.width, kv_block=settings.kv_block)
+    engine = kg.Engine(model, capacity=settings.capacity, shapes=settings.shapes, kv_block=settings.kv_block)
     with scratch_lib.folder(out) as scratch:
         artifact_ids, fresh = _donate(settings, engine, samples, scratch)
+        pin, weights_sha256 = engine.pin, model.digest
         job = {
             "settings": dataclasses.asdict(settings),
             "mesh": 1 if model.mesh is None else model.mesh.size,
@@ -152,6 +154,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
             "artifact_ids": artifact_ids,
         }
         harness.write_text(scratch / _JOB, json.dumps(job))
+        del engine, model  # The recipient needs their memory.
         harness.run_module("experiments.graft_exactness", RECIPIENT, str(scratch))
         answer = json.loads((scratch / _ANSWER).read_text())
     rows = [
@@ -165,9 +168,9 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
     return harness.Findings(
         holds=holds,
         figures={**figures, "recipient_pin_id": answer["pin_id"]},
-        pin=engine.pin,
+        pin=pin,
         inputs={
-            "weights_sha256": model.digest,
+            "weights_sha256": weights_sha256,
             "corpus_sha256": corpus.sha256,
             "token_ids_sha256": digest.json_digest([sample.token_ids for sample in samples]),
         },
@@ -183,10 +186,10 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
 def recipient(scratch: pathlib.Path) -> int:
     """Runs the new process: loads, grafts, reads on, decodes; writes hashes, KL and argmax to a file; returns 0."""
     job = json.loads((scratch / _JOB).read_text())
-    settings = Settings(**job["settings"])
+    settings = Settings(**job["settings"] | {"shapes": tuple(job["settings"]["shapes"])})
     model = kg.load_model(settings.model, settings.dtype, mesh=kg.make_mesh(job["mesh"]))
     capacity = settings.capacity + settings.kv_block
-    engine = kg.Engine(model, capacity=capacity, width=settings.width, kv_block=settings.kv_block)
+    engine = kg.Engine(model, capacity=capacity, shapes=settings.shapes[:1], kv_block=settings.kv_block)
     logits_LxV = np.load(scratch / _LOGITS, mmap_mode="r")
     rows = []
     with_progress = progress.each(job["samples"], description="grafted", unit="sample")

@@ -38,7 +38,7 @@ class Settings:
       model, dtype: as for `load_model`; the claim is about this dtype.
       other_dtypes: run too, to tell apart what the dtype does.
       seed: of the texts.
-      width, kv_block: of the engine.
+      shapes, kv_block: of the engine.
       document_tokens: lengths of the documents; below the window they do not fill it, above they do.
       documents: texts of each length.
       tail_tokens: read after the document; logits of all of them are compared.
@@ -50,7 +50,7 @@ class Settings:
     dtype: str
     other_dtypes: tuple[str, ...]
     seed: int
-    width: int
+    shapes: tuple[int, ...]
     kv_block: int
     document_tokens: tuple[int, ...]
     documents: int
@@ -113,7 +113,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
     pins, refusals = {}, 0
     for dtype in settings.dtypes:
         held = model if dtype == settings.dtype else kg.load_model(settings.model, dtype)
-        engine = kg.Engine(held, capacity=max(map(len, texts)), width=settings.width, kv_block=settings.kv_block)
+        engine = kg.Engine(held, capacity=max(map(len, texts)), shapes=settings.shapes, kv_block=settings.kv_block)
         pins[dtype] = engine.pin
         for text in progress.each(texts, description=dtype, unit="text"):
             for cell, measurement in _measure(settings, engine, text):
@@ -153,7 +153,7 @@ def _measure(settings: Settings, engine: kg.Engine, text: Sequence[int]) -> Iter
     fills = "full" if window and len(document) >= window else "not full"
     artifact = engine.capture(engine.prefill(document), policy=manifest.ALL_ROWS)
     k_raw = real_keys.raw_keys(engine, document)
-    num_positions = settings.shifts[-1] + relocated.num_slots(engine)
+    num_positions = settings.shifts[-1] + engine.capacity
     tables = rotary_lib.make_tables(engine.model.config, num_positions, engine.step_config.jnp_dtype)
     at_0 = None
     for shift in settings.shifts:
@@ -163,7 +163,7 @@ def _measure(settings: Settings, engine: kg.Engine, text: Sequence[int]) -> Iter
         probe = relocated.difference(fresh, at_0)
         for way in relocated.WAYS:
             state = relocated.relocated(engine, artifact, k_raw, shift, way)
-            found = relocated.read_tail(runner, state.cache, tail, len(document))
+            found = relocated.read_on(engine, runner, state, tail)
             cell = Cell(engine.model.dtype, len(document), fills, shift, way)
             yield cell, Measurement(state.exact, relocated.difference(fresh, found), probe)
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import kvgraft_jax as kg
+from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import transformer
 from kvgraft_jax.relocation import encodings, keys, tables
@@ -35,37 +36,41 @@ def raw_keys(engine: kg.Engine, token_ids: Sequence[int]) -> list[np.ndarray]:
       engine: reads the text at positions 0..T-1.
       token_ids: a text that fits.
     """
-    config, collect = engine.step_config, _program(engine.step_config)
-    cache = config.make_cache(engine.capacity)
-    pieces: list[list[np.ndarray]] = [[] for _ in range(config.model.num_kv_layers)]
-    for read in step_lib.cut(token_ids, 0, config.width):
-        result, k_raw = collect(
-            engine.runner.params, engine.runner.tables, cache, read.tokens_T, read.start, read.count
-        )
-        cache = result.cache
-        for piece, k_raw_TxKxH in zip(pieces, k_raw, strict=True):
-            piece.append(np.asarray(k_raw_TxKxH)[: read.count])
-    return [np.concatenate(piece) for piece in pieces]
+    config, runner = engine.step_config, engine.runner
+    num_blocks = config.num_blocks(engine.capacity)
+    cache, table = config.make_cache(num_blocks), [range(num_blocks)]
+    found: list[list[np.ndarray]] = [[] for _ in range(config.model.num_layers)]
+    programs = step_lib.Programs(config)
+    programs.layers = [
+        functools.partial(_collect, program, rows) for program, rows in zip(_programs(config), found, strict=True)
+    ]
+    for width, piece in step_lib.cut(token_ids, 0, runner.shapes):
+        lanes = step_lib.lay_out([piece], table, width, config.kv_block)
+        cache = programs.step(runner.params, runner.tables, cache, jax.device_put(lanes, runner.place)).cache
+        for rows in found:
+            rows[-1] = rows[-1][: len(piece.tokens)]
+    return [np.concatenate(rows) for rows in found[: config.model.num_kv_layers]]
+
+
+def _collect(program: Callable, rows: list[np.ndarray], *inputs) -> tuple[jax.Array, cache_lib.LayerCache]:
+    """Runs a layer and puts the keys of its lanes, [T, K, H], at the end of `rows`."""
+    outputs, k_raw_TxKxH = program(*inputs)
+    rows.append(np.asarray(k_raw_TxKxH))
+    return outputs
 
 
 @functools.lru_cache(maxsize=16)
-def _program(config: step_lib.StepConfig) -> Callable:
-    """Compiles the step of a configuration with one more output, the result of every key norm; donates the cache.
+def _programs(config: step_lib.StepConfig) -> list[Callable]:
+    """Compiles the layers of a configuration with one more output, the result of the key norm, where there is one."""
 
-    It gives out everything that the step does: the compiler would drop what nothing hangs on, and round the rest of the
-    last layer otherwise.
-    """
-    model = transformer.Transformer(config.model, config.jnp_dtype, config.kv_block)
-
-    def step(params, rotary_tables, cache, tokens_T, start, count) -> tuple[step_lib.StepResult, tuple[jax.Array, ...]]:
-        (hidden_TxD, cache), collected = model.apply(
+    def run(block: transformer.Block, params, x_TxD, rotary, cache, vector_TxP, lanes):
+        outputs, collected = block.apply(
             {"params": params},
-            *(tokens_T, rotary_tables, cache, start, count),
+            *(x_TxD, rotary, cache, vector_TxP, lanes),
             mutable=["intermediates"],
             capture_intermediates=lambda module, method: module.name == "k_norm" and method == "__call__",
         )
-        layers = [collected["intermediates"][f"layer_{index}"] for index in range(config.model.num_kv_layers)]
-        k_raw = tuple(layer["attention"]["k_norm"]["__call__"][0] for layer in layers)
-        return step_lib.StepResult(hidden_TxD, cache), k_raw
+        owns_keys = block.index < config.model.num_kv_layers
+        return outputs, collected["intermediates"]["attention"]["k_norm"]["__call__"][0] if owns_keys else x_TxD
 
-    return jax.jit(step, donate_argnames="cache")
+    return step_lib.jit_layers(config, run)

@@ -28,7 +28,7 @@ WAYS = (keys.REROTATE, keys.UNROTATE, PREROTARY)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Context:
-    """A document in a cache and what followed it.
+    """A document in a cache, and what followed it.
 
     Attributes:
       kv_bits: bit patterns of the document's keys and values, per layer: ([T, K, H], [T, K, H]), unsigned.
@@ -55,21 +55,16 @@ class Difference:
     argmax_agree: int
 
 
-def num_slots(engine: kg.Engine) -> int:
-    """Returns the number of slots of the engine's caches, which is also the length of its tables."""
-    return engine.step_config.num_slots(engine.capacity)
-
-
 def shifted(engine: kg.Engine, tables: rotary_lib.RotaryTables, shift: int) -> run_lib.Runner:
     """Moves the engine's runner: slot s at position s + shift, with the same programs and other rows of the table."""
-    rows = slice(shift, shift + num_slots(engine))
-    return dataclasses.replace(engine.runner, tables=jax.tree.map(lambda table_SxR: table_SxR[rows], tables))
+    rows = slice(shift, shift + engine.capacity)
+    moved = jax.tree.map(lambda table_SxR: table_SxR[rows], tables)
+    return dataclasses.replace(engine.runner, tables=moved, prepare=None)
 
 
 def fresh(engine: kg.Engine, runner: run_lib.Runner, document: Sequence[int], tail: Sequence[int]) -> Context:
     """Reads a text from slot 0 on with a runner."""
-    cache = engine.step_config.make_cache(engine.capacity)
-    return read_tail(runner, run_lib.run(runner, cache, document, 0).cache, tail, len(document))
+    return read_tail(runner, run_lib.run(runner, _empty(engine), document, 0).cache, tail, len(document))
 
 
 def relocated(engine: kg.Engine, artifact: kg.Artifact, k_raw: Sequence[np.ndarray], shift: int, way: str) -> kg.State:
@@ -104,19 +99,31 @@ def relocated(engine: kg.Engine, artifact: kg.Artifact, k_raw: Sequence[np.ndarr
                 moved_TxH = keys.moved_key(k_rot_TxH, table, position_T, position_T + shift, scheme, way)
             k_rot_SxKxH[:] = np.asarray(moved_TxH).reshape(rows)
         stacks.append(dataclasses.replace(stack, kv_Lx2xSxKxH=kv_Lx2xSxKxH))
-    cache = graft_lib.apply_graft(dataclasses.replace(artifact, stacks=tuple(stacks)), num_slots(engine))
-    return dataclasses.replace(state, cache=cache, exact=shift == 0)
+    blocks = graft_lib.apply_graft(dataclasses.replace(artifact, stacks=tuple(stacks)), engine.step_config.kv_block)
+    return dataclasses.replace(state, blocks=blocks, exact=shift == 0)
+
+
+def read_on(engine: kg.Engine, runner: run_lib.Runner, state: kg.State, tail: Sequence[int]) -> Context:
+    """Reads a tail after a state with a runner, in a cache of its own."""
+    config, cache = engine.step_config, _empty(engine)
+    for index, block in enumerate(state.blocks):
+        cache = cache_lib.put_block(cache, block, np.int32(index), config.model, config.mesh)
+    return read_tail(runner, cache, tail, state.length)
 
 
 def read_tail(runner: run_lib.Runner, cache: cache_lib.Cache, tail: Sequence[int], start: int) -> Context:
     """Copies the document's rows out of a cache, then gives the cache away to a run over the tail from slot `start`."""
 
-    def bits(array_SxKxH: jax.Array) -> np.ndarray:
-        rows_TxKxH = np.array(array_SxKxH[:start])
+    def bits(array_JxSxKxH: jax.Array) -> np.ndarray:
+        rows_TxKxH = np.array(array_JxSxKxH).reshape(-1, *array_JxSxKxH.shape[2:])[:start]
         return rows_TxKxH.view(np.uint16 if rows_TxKxH.itemsize == 2 else np.uint32)
 
-    kv_bits = [(bits(layer.k_rot_SxKxH), bits(layer.v_SxKxH)) for layer in cache.layers]
+    kv_bits = [(bits(layer.k_rot_JxSxKxH), bits(layer.v_JxSxKxH)) for layer in cache.layers]
     return Context(kv_bits, run_lib.score(runner, cache, tail, start))
+
+
+def _empty(engine: kg.Engine) -> cache_lib.Cache:
+    return engine.step_config.make_cache(engine.step_config.num_blocks(engine.capacity))
 
 
 def difference(wanted: Context, found: Context) -> Difference:

@@ -103,7 +103,7 @@ class Settings:
 
 def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findings:
     """Runs the sweep, then the parts, then the checks and plots."""
-    longest = max(settings.value_shifts) + settings.text_tokens + KV_BLOCK
+    longest = max(settings.value_shifts) + settings.text_tokens
     engine = kg.Engine(model, capacity=longest, kv_block=KV_BLOCK)
     rows, swept, raw = [], {}, {}
     for name in progress.each(settings.encodings, description="encodings", unit="encoding"):

@@ -250,10 +250,9 @@ def _logits(seed: int) -> tuple[list[dict], list[dict]]:
 
 def _values(engine: kg.Engine, token_ids: Sequence[int], shifts: Sequence[int]) -> tuple[np.ndarray, int]:
     """Changed values [shifts, L], and the number of elements of a layer."""
-    config, width, block = engine.model.config, engine.step_config.width, engine.step_config.kv_block
-    num_slots = -(-len(token_ids) // block) * block + width
-    counts = [logits.layer_value_shift_difference(engine.runner, token_ids, shift, num_slots) for shift in shifts]
-    return np.stack(counts), len(token_ids) * config.sliding.num_kv_heads * config.sliding.head_dim
+    sliding = engine.model.config.sliding
+    counts = [logits.layer_value_shift_difference(engine.runner, token_ids, shift) for shift in shifts]
+    return np.stack(counts), len(token_ids) * sliding.num_kv_heads * sliding.head_dim
 
 
 def _drift(seed: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:

@@ -1,7 +1,8 @@
 """One text read in many random ways: do all leave the same bits, and would the check notice if they did not?
 
-A schedule cuts the text anywhere, reads some tokens one at a time, moves between contexts of different capacity by
-graft, puts random tokens into idle lanes and garbage into slots that hold no token. The hash of a schedule covers the
+A schedule cuts the text anywhere, reads it in steps of several widths and some tokens one at a time, moves between
+contexts of different capacity by graft, scatters blocks over the cache, and puts random tokens into idle lanes and
+garbage into slots and blocks that hold no token. The hash of a schedule covers the
 K/V rows that a next token sees and the logits at several positions. `detectors` then shows that computations which do
 differ are found.
 """
@@ -31,7 +32,7 @@ class Settings:
     Attributes:
       model, dtype: as for `load_model`.
       seed: of text and schedules.
-      width, kv_block: of every engine.
+      shapes, kv_block: of every engine.
       schedules: how many.
       text_tokens: length of the text.
       capacities: of the contexts; each is compiled once.
@@ -41,7 +42,7 @@ class Settings:
     model: str
     dtype: str
     seed: int
-    width: int
+    shapes: tuple[int, ...]
     kv_block: int
     schedules: int
     text_tokens: int
@@ -70,7 +71,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
     token_ids = corpus.sample(settings.seed, settings.text_tokens)
     checkpoints = place_checkpoints(settings, model.config.sliding.window)
     engines = {
-        capacity: kg.Engine(model, capacity=capacity, width=settings.width, kv_block=settings.kv_block)
+        capacity: kg.Engine(model, capacity=capacity, shapes=settings.shapes, kv_block=settings.kv_block)
         for capacity in settings.capacities
     }
     engine = engines[settings.capacities[0]]
@@ -79,7 +80,7 @@ def run(settings: Settings, model: kg.Model, out: pathlib.Path) -> harness.Findi
             number,
             settings.seed,
             settings.text_tokens,
-            settings.width,
+            engine.shapes,
             settings.capacities,
             settings.single_steps,
         )

@@ -16,7 +16,7 @@ import kvgraft_jax as kg
 from kvgraft_jax import digest, errors
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
-from kvgraft_jax.grafting import compare
+from kvgraft_jax.grafting import compare, rows
 from kvgraft_jax.grafting import manifest as manifest_lib
 from kvgraft_jax.runtime import run as run_lib
 from kvgraft_jax.runtime import step as step_lib
@@ -52,7 +52,9 @@ class Schedule:
       carrier: what the artifacts go through, memory or disk.
       garbage: what lies in the slots that hold no token.
       random_idle_lanes: idle lanes hold random tokens, else zeros.
-      seed: of tokens and garbage.
+      shuffled: widths of steps are drawn from the engine's shapes, and places of blocks from the whole cache; else the
+        widths are those that the engine takes, and the blocks lie in order.
+      seed: of tokens, widths, places and garbage.
     """
 
     legs: tuple[Leg, ...]
@@ -60,6 +62,7 @@ class Schedule:
     carrier: str = MEMORY
     garbage: str = ZERO
     random_idle_lanes: bool = False
+    shuffled: bool = False
     seed: int = 0
 
     @property
@@ -98,11 +101,10 @@ class Checkpoints:
         self._positions = frozenset(positions)
         self._found: dict[int, jax.Array] = {}
 
-    def look(self, runner: run_lib.Runner, hidden_TxD: jax.Array, read: step_lib.StepInput) -> None:
-        """Takes the logits of the chosen ones among the positions that a step read."""
-        for position in self._positions.intersection(range(read.start, read.start + read.count)):
-            result = run_lib.RunResult(None, hidden_TxD, position - int(read.start))
-            self._found[position] = run_lib.next_logits(runner, result)
+    def look(self, runner: run_lib.Runner, hidden_TxD: jax.Array, piece: step_lib.Piece) -> None:
+        """Takes the logits of the chosen ones among the positions that a step read, from lane 0 on."""
+        for position in self._positions.intersection(range(piece.start, piece.start + len(piece.tokens))):
+            (self._found[position],) = runner.heads(hidden_TxD, [position - piece.start])
 
     def copy(self) -> Checkpoints:
         """Returns a copy with the same findings that goes its own way from here."""
@@ -115,12 +117,14 @@ class Checkpoints:
         return tuple(compare.logits_sha256(np.asarray(logits_V)) for _, logits_V in sorted(self._found.items()))
 
 
-def draw(number: int, seed: int, num_tokens: int, width: int, capacities: Sequence[int], single_steps: int) -> Schedule:
+def draw(
+    number: int, seed: int, num_tokens: int, shapes: Sequence[int], capacities: Sequence[int], single_steps: int
+) -> Schedule:
     """Draws schedule `number`: 0 is the plain one; every tenth ends in `single_steps` or more single tokens."""
     if number == 0:
         return Schedule((Leg(capacities[0], (num_tokens,)),))
     rng = np.random.default_rng((seed, number))
-    longest_piece = width * int(rng.choice((1, 4, 16)))
+    longest_piece = int(rng.choice(shapes)) * int(rng.choice((1, 4, 16)))
     is_single = number % SINGLES_EVERY == 1
     singles = int(rng.integers(single_steps, min(num_tokens, 2 * single_steps))) if is_single else 0
     places = [0]
@@ -143,6 +147,7 @@ def draw(number: int, seed: int, num_tokens: int, width: int, capacities: Sequen
         carrier=str(rng.choice((MEMORY, MEMORY, DISK))),
         garbage=str(rng.choice(GARBAGE)),
         random_idle_lanes=bool(rng.integers(2)),
+        shuffled=True,
         seed=int(rng.integers(1 << 31)),
     )
 
@@ -164,7 +169,6 @@ def run(
       store: folder for artifacts that go through the disk.
     """
     rng = np.random.default_rng(schedule.seed)
-    idle_rng = rng if schedule.random_idle_lanes else None
     watch = Checkpoints(checkpoints)
     engine, state = None, None
     try:
@@ -176,48 +180,92 @@ def run(
                     artifact = kg.load_artifact(store, kg.save_artifact(artifact, store))
                 state = engines[leg.capacity].graft(artifact)
             engine = engines[leg.capacity]
-            cache = engine.step_config.make_cache(engine.capacity) if state is None else state.cache
-            first_row, read = (state.first_row, state.length) if state else (0, 0)
-            cache = fill_unused(cache, engine.model.config, first_row, read, schedule.garbage, rng)
-            result = None
-            for piece in leg.pieces:
-                result = feed(engine.runner, cache, token_ids[read : read + piece], read, watch, idle_rng)
-                cache, read = result.cache, read + piece
-            logits_V = run_lib.next_logits(engine.runner, result) if result else state.logits
-            state = make_state(engine, cache, token_ids[:read], logits_V, first_row)
+            state = _read_leg(schedule, leg, engine, state, token_ids, watch, rng)
     except errors.KVGraftError as error:
         return refused(error)
     return outcome(state, watch)
 
 
+def _read_leg(
+    schedule: Schedule,
+    leg: Leg,
+    engine: kg.Engine,
+    state: kg.State | None,
+    token_ids: Sequence[int],
+    watch: Checkpoints,
+    rng: np.random.Generator,
+) -> kg.State:
+    """Reads on from a state, in a cache of its own that holds garbage wherever no token is."""
+    config, runner = engine.step_config, engine.runner
+    first_row, read = (state.first_row, state.length) if state else (0, 0)
+    num_places = config.num_blocks(engine.capacity)
+    cache, places = config.make_cache(num_places), np.arange(num_places)
+    if schedule.shuffled:
+        places = rng.permutation(num_places)
+    for place, block in zip(places, state.blocks if state else (), strict=False):
+        cache = cache_lib.put_block(cache, block, np.int32(place), config.model, config.mesh)
+    cache = fill_unused(cache, config, places, first_row, read, schedule.garbage, rng)
+    # The places behind the last token of the leg belong to nobody.
+    own = places[: config.num_blocks(read + sum(leg.pieces))].tolist()
+    table = [own + [0] * (num_places - len(own))]
+    result = None
+    for piece in leg.pieces:
+        tokens = token_ids[read : read + piece]
+        result = feed(runner, cache, table, tokens, read, watch, schedule=schedule, rng=rng)
+        cache, read = result.cache, read + piece
+    logits_V = run_lib.next_logits(runner, result) if result else state.logits
+    return make_state(engine, cache, places, token_ids[:read], logits_V, first_row)
+
+
 def feed(
     runner: run_lib.Runner,
     cache: cache_lib.Cache,
+    table: Sequence[Sequence[int]],
     token_ids: Sequence[int],
     start: int,
     watch: Checkpoints,
-    idle_rng: np.random.Generator | None = None,
+    *,
+    schedule: Schedule | None = None,
+    rng: np.random.Generator | None = None,
 ) -> run_lib.RunResult:
-    """Like `run_lib.run`, with a look at every step and, given `idle_rng`, random tokens in idle lanes."""
-    config = runner.programs.config
-    for read in step_lib.cut(token_ids, start, config.width):
-        if idle_rng is not None:
-            read.tokens_T[read.count :] = idle_rng.integers(0, config.model.vocab_size, config.width - read.count)
-        result = runner.programs.step(runner.params, runner.tables, cache, read.tokens_T, read.start, read.count)
-        cache = result.cache
-        watch.look(runner, result.hidden_TxD, read)
-    return run_lib.RunResult(cache, result.hidden_TxD, int(read.count) - 1)
+    """Like `run_lib.run`, with a look at every step and, where a schedule wants it, random widths and idle lanes."""
+    done = 0
+    while done < len(token_ids):
+        left, idle = len(token_ids) - done, ()
+        width = step_lib.choose_width(runner.shapes, left)
+        if schedule is not None and schedule.shuffled:
+            width = _draw_width(runner.shapes, left, rng)
+        piece = step_lib.Piece(0, start + done, tuple(token_ids[done : done + width]))
+        if schedule is not None and schedule.random_idle_lanes:
+            idle = rng.integers(0, runner.programs.config.model.vocab_size, width - len(piece.tokens))
+        result = runner.step(cache, [piece], table, width, idle_tokens=idle)
+        cache, done = result.cache, done + len(piece.tokens)
+        watch.look(runner, result.hidden_TxD, piece)
+    return run_lib.RunResult(cache, result.hidden_TxD, len(piece.tokens) - 1)
+
+
+def _draw_width(shapes: Sequence[int], num_tokens: int, rng: np.random.Generator) -> int:
+    """Draws a width: any may come, those of many idle lanes less often."""
+    filled = np.array([min(width, num_tokens) / width for width in shapes])
+    return int(rng.choice(shapes, p=filled / filled.sum()))
 
 
 def make_state(
-    engine: kg.Engine, cache: cache_lib.Cache, token_ids: Sequence[int], logits_V: jax.Array, first_row: int = 0
+    engine: kg.Engine,
+    cache: cache_lib.Cache,
+    places: Sequence[int],
+    token_ids: Sequence[int],
+    logits_V: jax.Array,
+    first_row: int = 0,
 ) -> kg.State:
-    """Makes the state of an engine that read `token_ids` into `cache`."""
+    """Makes the state of an engine that read `token_ids` into the blocks of `cache` at these places."""
+    config = engine.step_config
+    own = places[: config.num_blocks(len(token_ids))]
     return kg.State(
-        cache=cache,
+        blocks=tuple(cache_lib.take_block(cache, np.int32(place), config.model, config.mesh) for place in own),
         token_ids=tuple(token_ids),
         logits=logits_V,
-        step_config=engine.step_config,
+        step_config=config,
         weights=engine.model.digest,
         first_row=first_row,
     )
@@ -242,29 +290,35 @@ def refused(error: Exception) -> Outcome:
 
 def fill_unused(
     cache: cache_lib.Cache,
-    config: config_lib.GemmaConfig,
+    config: step_lib.StepConfig,
+    places: Sequence[int],
     first_row: int,
     length: int,
     garbage: str,
     rng: np.random.Generator,
 ) -> cache_lib.Cache:
-    """Fills every slot that does not hold a token's row with garbage; the cache is donated.
+    """Fills every slot that does not hold a token's row with garbage, whole blocks too; the cache is donated.
 
     Exact: bit-exact copy of the others.
 
     Args:
       cache: any.
-      config: of its model.
+      config: of its programs.
+      places: of the blocks of a context, in order of position; those of all other blocks may follow.
       first_row: oldest valid row of the sliding layers.
-      length: slots from here on are buried, in all layers.
+      length: slots of positions from here on are buried, in all layers.
       garbage: one of `GARBAGE`.
       rng: source of random bits.
     """
-    firsts = [
-        np.int32(first_row if kind == config_lib.SLIDING else 0) for kind in config.layer_kinds[: config.num_kv_layers]
+    position_JxS = np.full((cache.num_blocks, config.kv_block), length)  # Of a block that belongs to nobody.
+    own = list(places[: config.num_blocks(length)])
+    position_JxS[own] = np.arange(len(own) * config.kv_block).reshape(-1, config.kv_block)
+    is_row_LxJxS = [
+        (position_JxS >= (first_row if kind == config_lib.SLIDING else 0)) & (position_JxS < length)
+        for kind in config.model.layer_kinds[: config.model.num_kv_layers]
     ]
     trash = jax.tree.map(lambda array: _garbage(garbage, array, rng), cache)
-    return _fill(cache, trash, firsts, np.int32(length))
+    return _fill(cache, trash, is_row_LxJxS)
 
 
 def _garbage(kind: str, array: jax.Array, rng: np.random.Generator) -> np.ndarray:
@@ -282,20 +336,16 @@ def _unsigned(dtype: np.dtype) -> type:
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _fill(
-    cache: cache_lib.Cache, trash: cache_lib.Cache, firsts: list[jax.Array], length: jax.Array
-) -> cache_lib.Cache:
-    def layer(old: cache_lib.LayerCache, new: cache_lib.LayerCache, first: jax.Array) -> cache_lib.LayerCache:
-        return jax.tree.map(functools.partial(mixed, first), old, new)
+def _fill(cache: cache_lib.Cache, trash: cache_lib.Cache, is_row_LxJxS: list[jax.Array]) -> cache_lib.Cache:
+    def mixed(is_row_JxS: jax.Array, old_JxSxKxH: jax.Array, new_JxSxKxH: jax.Array) -> jax.Array:
+        bits_JxSxKxH = lax.bitcast_convert_type(old_JxSxKxH, new_JxSxKxH.dtype)  # A choice of floats may rewrite NaN.
+        chosen_JxSxKxH = jnp.where(is_row_JxS[:, :, None, None], bits_JxSxKxH, new_JxSxKxH)
+        return lax.bitcast_convert_type(chosen_JxSxKxH, old_JxSxKxH.dtype)
 
-    def mixed(first: jax.Array, old_SxKxH: jax.Array, new_SxKxH: jax.Array) -> jax.Array:
-        slot_S = jnp.arange(old_SxKxH.shape[0], dtype=jnp.int32)
-        is_row_S = (slot_S >= first) & (slot_S < length)
-        bits_SxKxH = lax.bitcast_convert_type(old_SxKxH, new_SxKxH.dtype)  # A choice between floats may rewrite NaN.
-        chosen_SxKxH = jnp.where(is_row_S[:, None, None], bits_SxKxH, new_SxKxH)
-        return lax.bitcast_convert_type(chosen_SxKxH, old_SxKxH.dtype)
-
-    return cache_lib.Cache(tuple(map(layer, cache.layers, trash.layers, firsts)))
+    layers = zip(is_row_LxJxS, cache.layers, trash.layers, strict=True)
+    return cache_lib.Cache(
+        tuple(jax.tree.map(functools.partial(mixed, is_row_JxS), old, new) for is_row_JxS, old, new in layers)
+    )
 
 
 def first_difference(reference: Outcome, other: Outcome, checkpoints: Sequence[int]) -> dict[str, str | int]:
@@ -306,27 +356,21 @@ def first_difference(reference: Outcome, other: Outcome, checkpoints: Sequence[i
     """
     if reference.state is None or other.state is None:
         return {"error": (reference if reference.state is None else other).sha256}
-    found = []
-    model = reference.state.step_config.model
-    layers = zip(
-        model.layer_kinds[: model.num_kv_layers], reference.state.cache.layers, other.state.cache.layers, strict=True
-    )
-    for number, (kind, ours, theirs) in enumerate(layers):
-        low = max(reference.state.first_row, other.state.first_row) if kind == config_lib.SLIDING else 0
-        for what, a_SxKxH, b_SxKxH in (
-            ("key", ours.k_rot_SxKxH, theirs.k_rot_SxKxH),
-            ("value", ours.v_SxKxH, theirs.v_SxKxH),
-        ):
-            unsigned = _unsigned(np.dtype(a_SxKxH.dtype))
-            rows = slice(low, reference.state.length)
-            differs_SxKxH = np.asarray(a_SxKxH)[rows].view(unsigned) != np.asarray(b_SxKxH)[rows].view(unsigned)
-            places = np.flatnonzero(differs_SxKxH.any(axis=(1, 2)))
-            if places.size:
-                elements = int(differs_SxKxH[places[0]].sum())
-                found.append((low + int(places[0]), number, what, kind, elements))
+    found, length, config = [], reference.state.length, reference.state.step_config
+    unsigned = np.dtype(_unsigned(np.dtype(config.dtype)))
+    for index, kind in enumerate(config.model.kinds):
+        states = (reference.state, other.state)
+        low = max(state.first_row for state in states) if kind.name == config_lib.SLIDING else 0
+        a_Lx2xTxKxH, b_Lx2xTxKxH = (rows.read_rows(state.blocks, index, low, length, unsigned) for state in states)
+        num_Lx2xT = (a_Lx2xTxKxH != b_Lx2xTxKxH).sum(axis=(3, 4))
+        for layer, num_2xT in zip(kind.layers, num_Lx2xT, strict=True):
+            for what, num_T in zip(("key", "value"), num_2xT, strict=True):
+                if num_T.any():
+                    first = int(np.flatnonzero(num_T)[0])
+                    found.append((low + first, layer, what, kind.name, int(num_T[first])))
     notes: dict[str, str | int] = {}
     if found:
         notes = dict(zip(("position", "layer", "what", "kind", "elements"), min(found), strict=True))
-    logits = zip((*checkpoints, reference.state.length - 1), reference.logits_sha256, other.logits_sha256, strict=True)
+    logits = zip((*checkpoints, length - 1), reference.logits_sha256, other.logits_sha256, strict=True)
     parted = [position for position, ours, theirs in logits if ours != theirs]
     return {**notes, "logits_after_position": parted[0] if parted else "equal"}

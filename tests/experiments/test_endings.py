@@ -14,13 +14,17 @@ SMALL = ("--config=configs/exactness_small.py",)
 
 
 def start(name, *arguments, **environment):
-    """Starts an experiment in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", f"experiments.{name}", *arguments],
-        env={**os.environ, **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """Starts an experiment in a process of its own, which hears of a terminal that goes even where nohup runs this."""
+    heard = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", f"experiments.{name}", *arguments],
+            env={**os.environ, **environment},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGHUP, heard)
 
 
 def wait_for(process, folder, pattern):

@@ -210,7 +210,10 @@ def test_the_output_folder_is_checked_before_any_compute(tmp_path, capsys, monke
         ({"model": "random:gemma-9"}, "gemma-9"),
         ({"model": "hf:/nowhere"}, "nowhere"),
         ({"dtype": "float16"}, "float16"),
-        ({"width": 1}, "width"),
+        ({"shapes": (1,)}, "shapes"),
+        ({"shapes": ()}, "shapes"),
+        ({"shapes": (10, 2)}, "shapes"),
+        ({"shapes": (2, 10.0)}, "shapes"),
         ({"kv_block": 17}, "kv_block"),
     ],
 )
@@ -296,7 +299,7 @@ def test_the_small_configuration_passes(tmp_path, name):
     else:
         assert document["schedules"] == exactness_small.get_config().schedules == len(document["rows"])
         assert document["distinct_hashes"] == document["distinct_full_hashes"] == 1
-        wanted = ["another_width", "free_chunking", "nan_inside", "row_bit", "vmap_over_requests"]
+        wanted = ["nan_inside", "plain_sums", "row_bit", "uncut_products", "vmap_over_requests"]
         assert sorted(document["detectors"]) == wanted and all(document["detectors"].values())
         singles = [row["trailing_singles"] for row in document["rows"]]
         assert sum(count >= 64 for count in singles) * 10 >= len(singles)
@@ -324,7 +327,7 @@ def test_the_270m_grafts_exactly(tmp_path):
 
 def test_configurations_measure_the_default_engine_and_cross_window_and_blocks():
     real, small = exactness_270m.get_config(), exactness_small.get_config()
-    assert (real.width, real.kv_block) == (engine_lib.DEFAULT_WIDTH, engine_lib.DEFAULT_KV_BLOCK)
+    assert (real.shapes, real.kv_block) == (engine_lib.DEFAULT_SHAPES["cpu"], engine_lib.DEFAULT_KV_BLOCK)
     assert sorted(real) == sorted(small)
     assert real.samples == 50 and real.decode_steps == 16 and real.max_tokens > 2 * 512 + 3
     assert real.schedules >= 200 and real.text_tokens >= 600 and real.single_steps >= 64

@@ -42,7 +42,8 @@ def test_exactness_at_the_widths_of_gemma_4(size, tmp_path):
         "--config.samples=5",
         "--config.max_tokens=200",
         "--config.spread_tokens=160",
-        "--config.width=16",
+        "--config.decode_steps=2",
+        "--config.shapes=32",
         "--config.kv_block=64",
         f"--out={tmp_path}",
     )
@@ -61,7 +62,7 @@ def test_schedules_at_the_widths_of_gemma_4(tmp_path):
         "--config.schedules=3",
         "--config.text_tokens=96",
         "--config.single_steps=8",
-        "--config.width=16",
+        "--config.shapes=16",
         "--config.kv_block=64",
         f"--out={tmp_path}",
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ CORPUS = corpus_lib.Corpus(tuple(tuple(range(10 * n, 10 * n + 7)) for n in range
 
 
 def settings(**changes):
-    values = dict(model=MODEL, dtype="bfloat16", seed=0, width=16, kv_block=128, capacity=1280, samples=50)
+    values = dict(model=MODEL, dtype="bfloat16", seed=0, shapes=(2, 10), kv_block=128, capacity=1280, samples=50)
     values |= dict(min_tokens=2, max_tokens=1200, spread_tokens=1200, decode_steps=16)
     return graft_exactness.Settings(**values | changes)
 
@@ -100,3 +102,24 @@ def test_an_artifact_damaged_on_disk_is_counted_and_named(tmp_path, monkeypatch)
     assert code == 1 and document["kl_nats_max"] is None
     assert document["logits_sha256_equal"] == document["kv_sha256_equal"] == document["argmax_agree"] == 3
     assert [row["error"].partition(":")[0] for row in document["rows"]] == ["", "", "IntegrityError", ""]
+
+
+@pytest.mark.slow
+def test_the_recipient_has_the_memory_of_the_donor(tmp_path, monkeypatch, capsys):
+    loaded, load = [], kg.load_model
+
+    def remember(*args, **kwargs):
+        model = load(*args, **kwargs)
+        loaded.append(weakref.ref(model.params["embedder"]["embedding"][0]))
+        return model
+
+    def start(*_):
+        gc.collect()
+        raise kg.ConfigError(f"{sum(array() is not None for array in loaded)} of {len(loaded)} are in memory")
+
+    monkeypatch.setattr(kg, "load_model", remember)
+    monkeypatch.setattr(harness, "run_module", start)
+    config = exactness_small.get_config()
+    config.update(dict(model=MODEL, samples=2, max_tokens=20, decode_steps=2))
+    assert harness.execute(graft_exactness.EXPERIMENT, config, tmp_path / "out") == harness.REFUSED
+    assert "0 of 1 are in memory" in capsys.readouterr().err

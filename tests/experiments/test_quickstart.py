@@ -23,5 +23,6 @@ def test_it_runs_and_ends_in_equality(tmp_path):
     assert text["artifact = kg.load_artifact(directory, artifact_id)"].startswith("60}")
     streamed = text["stream, state = model.tokenizer.stream(), asked"]
     assert streamed.rstrip("\n") == text["artifact = kg.load_artifact(directory, artifact_id)"].rstrip("\n")
-    assert "width" in text["try:"]
+    engines = text["narrow = kg.Engine(model, capacity=4096, shapes=(2,))"]
+    assert engines.startswith("pins equal: True  contexts equal: True\n") and "kv_block" in engines
     assert text["prefix_ids, suffix_ids = model.chat.split(text, query)"].startswith("plain 60}")

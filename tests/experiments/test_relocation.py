@@ -18,7 +18,9 @@ from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import errors
 from kvgraft_jax.gemma import rotary as rotary_lib
 from kvgraft_jax.grafting import manifest
+from kvgraft_jax.grafting import rows as rows_lib
 from kvgraft_jax.relocation import keys
+from tests import tiny
 
 MODEL = "random:gemma-3-270m?layers=6&vocab=64&embed=32&hidden=64&heads=2&kv_heads=2&head_dim=16&window=16"
 TEXT = tuple(int(token_id) for token_id in np.random.default_rng(0).integers(2, 60, 40))
@@ -28,15 +30,15 @@ SHIFTS = (0, 1, 200)
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def engine(request):
-    return kg.Engine(kg.load_model(MODEL, request.param), capacity=64, kv_block=32)
+    return kg.Engine(kg.load_model(MODEL, request.param), capacity=64, kv_block=32, shapes=(2, 10))
 
 
 def tables(engine):
     return rotary_lib.make_tables(engine.model.config, 400, engine.step_config.jnp_dtype)
 
 
-def held(array):
-    rows = np.asarray(array)[: len(TEXT)]
+def bits(array):
+    rows = np.asarray(array)
     return rows.view(np.uint16 if rows.itemsize == 2 else np.uint32)
 
 
@@ -44,18 +46,21 @@ def test_keys_before_rotation_are_the_engines_in_every_bit(engine):
     state, k_raw = engine.prefill(TEXT), real_keys.raw_keys(engine, TEXT)
     assert len(k_raw) == 6
     scheme = real_keys.SCHEMES[engine.model.dtype]
+    held = {}
+    for index, kind in enumerate(engine.model.config.kinds):
+        kv_Lx2xSxKxH = rows_lib.read_rows(state.blocks, index, 0, len(TEXT), engine.step_config.jnp_dtype)
+        held |= zip(kind.layers, kv_Lx2xSxKxH[:, 0], strict=True)
     for layer, k_raw_TxKxH in enumerate(k_raw):
         table = real_keys.make_table(engine.model.config.attention(layer), 64)
         position_T = np.repeat(np.arange(len(TEXT)), 2)
         k_rot_TxH = keys.fresh_key(jnp.asarray(k_raw_TxKxH.reshape(-1, 16)), table, position_T, scheme)
-        np.testing.assert_array_equal(
-            held(k_rot_TxH.reshape(k_raw_TxKxH.shape)), held(state.cache.layers[layer].k_rot_SxKxH)
-        )
+        np.testing.assert_array_equal(bits(k_rot_TxH.reshape(k_raw_TxKxH.shape)), bits(held[layer]))
         assert (k_raw_TxKxH[1:] != np.asarray(k_rot_TxH).reshape(k_raw_TxKxH.shape)[1:]).any()
 
 
 def test_a_shifted_runner_puts_slots_at_other_positions_with_the_same_program(engine):
-    compiled = engine.runner.programs.step._cache_size() if engine.prefill(TEXT) else None
+    relocated.fresh(engine, engine.runner, TEXT[:1], TAIL)
+    compiled = tiny.num_compiled(engine.runner.programs)
     k_raw = real_keys.raw_keys(engine, TEXT[:1])[0]
     for shift in SHIFTS:
         runner = relocated.shifted(engine, tables(engine), shift)
@@ -63,8 +68,8 @@ def test_a_shifted_runner_puts_slots_at_other_positions_with_the_same_program(en
         table = real_keys.make_table(engine.model.config.attention(0), 400)
         scheme = real_keys.SCHEMES[engine.model.dtype]
         wanted_TxH = keys.fresh_key(jnp.asarray(k_raw.reshape(-1, 16)), table, shift, scheme)
-        np.testing.assert_array_equal(context.kv_bits[0][0].reshape(-1, 16), held(wanted_TxH))
-    assert engine.runner.programs.step._cache_size() == compiled
+        np.testing.assert_array_equal(context.kv_bits[0][0].reshape(-1, 16), bits(wanted_TxH))
+    assert tiny.num_compiled(engine.runner.programs) == compiled
 
 
 @pytest.mark.parametrize("way", relocated.WAYS)
@@ -81,7 +86,7 @@ def test_only_the_own_position_is_exact_and_only_it_is_labelled_so(engine, way):
             with pytest.raises(errors.InputError, match="position"):
                 engine.graft(artifact, position=shift)
         fresh = relocated.fresh(engine, runner, TEXT, TAIL)
-        found = relocated.difference(fresh, relocated.read_tail(runner, state.cache, TAIL, len(TEXT)))
+        found = relocated.difference(fresh, relocated.read_on(engine, runner, state, TAIL))
         keys_L, values_L = found.bits_Lx2.T
         assert keys_L[0] == 0 if shift == 0 or way == relocated.PREROTARY else keys_L[0] > 0
         assert values_L[0] == 0
@@ -188,4 +193,4 @@ def test_the_configuration_asks_what_the_study_asks():
     )
     assert config.document_tokens[0] < 512 <= config.document_tokens[-1]
     assert {config.dtype, *config.other_dtypes} == {"bfloat16", "float32"}
-    assert (config.width, config.kv_block) == (engine_lib.DEFAULT_WIDTH, engine_lib.DEFAULT_KV_BLOCK)
+    assert (config.shapes, config.kv_block) == (engine_lib.DEFAULT_SHAPES["cpu"], engine_lib.DEFAULT_KV_BLOCK)

@@ -14,17 +14,17 @@ import time
 import traceback
 
 
-class _TokenClock:
-    """A streamer that notes when each piece of a generation arrives: first the prompt, then every new token."""
+class _StepClock:
+    """A stopping criterion that notes when each step of a generation ends, and stops nothing."""
 
     def __init__(self):
         self.arrivals_s: list[float] = []
 
-    def put(self, _tokens) -> None:
-        self.arrivals_s.append(time.perf_counter())
+    def __call__(self, input_ids, _scores, **_):
+        import torch
 
-    def end(self) -> None:
-        pass
+        self.arrivals_s.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
 class Worker:
@@ -56,12 +56,15 @@ class Worker:
         token_id = int(output.logits[0, -1].argmax())
         return {"seconds": time.perf_counter() - start, "token_id": token_id}
 
-    def decode(self, dtype: str, cache: str, token_ids: list[int], new_tokens: int) -> dict:
-        """Runs greedy `generate`; measures `new_tokens` steps from the arrival of the first new token on."""
+    def decode(self, dtype: str, cache: str, prompts: list[list[int]], new_tokens: int) -> dict:
+        """Runs greedy `generate` on prompts of one length; measures `new_tokens` steps of all of them together.
+
+        The clock starts when the prompts have been read, as far as a step tells: with the end of the first one.
+        """
         import torch
 
-        model, clock = self._models[dtype], _TokenClock()
-        prompt = torch.tensor([token_ids])
+        model, clock = self._models[dtype], _StepClock()
+        prompt = torch.tensor(prompts)
         output = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -70,12 +73,12 @@ class Worker:
             do_sample=False,
             cache_implementation=cache,
             disable_compile=True,
-            streamer=clock,
+            stopping_criteria=[clock],
         )
-        arrivals_s = clock.arrivals_s[1:]
+        arrivals_s = clock.arrivals_s
         if len(arrivals_s) != new_tokens + 1:
             raise RuntimeError(f"generate gave {len(arrivals_s)} tokens, wanted {new_tokens + 1}")
-        return {"seconds": arrivals_s[-1] - arrivals_s[0], "token_ids": output[0, len(token_ids) :].tolist()}
+        return {"seconds": arrivals_s[-1] - arrivals_s[0], "token_ids": output[:, len(prompts[0]) :].tolist()}
 
     def requests(self) -> dict[str, Callable[..., dict]]:
         """Returns the names of the work that a request may ask for."""
