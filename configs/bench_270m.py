@@ -15,8 +15,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = "package:gemma-3-270m"
     config.dtype = "bfloat16"
     config.capacity = 4096  # The engine's default.
-    config.shapes = ()  # None named: the engine's default. A block of 0 means that too.
-    config.kv_block = 0
+    config.shapes = (2, 10, 32, 256)  # The engine's default on CPUs; () means the platform's own.
+    config.kv_block = 128  # The engine's default; 0 means that, too.
 
     # Tokens.
     config.prompt_tokens = 512  # Prefill of a short text, and decode after it.

@@ -18,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.model = "package:gemma-3-270m"
     config.dtype = "bfloat16"
-    config.shapes = (2, 12, 32, 256)
+    config.shapes = (2, 10, 32, 256)
     config.kv_block = 128
     config.texts = 34
     config.text_tokens = 1024

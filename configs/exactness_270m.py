@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = "package:gemma-3-270m"
     config.dtype = "bfloat16"
     config.seed = 0
-    config.shapes = (2, 12, 32, 256)
+    config.shapes = (2, 10, 32, 256)
     config.kv_block = 128
     # graft_exactness
     config.capacity = 1280

@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.dtype = "bfloat16"
     config.other_dtypes = ("float32",)
     config.seed = 0
-    config.shapes = (2, 12, 32, 256)
+    config.shapes = (2, 10, 32, 256)
     config.kv_block = 128
     config.document_tokens = (256, 1024)
     config.documents = 2

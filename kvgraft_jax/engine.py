@@ -35,7 +35,7 @@ from kvgraft_jax.runtime import step as step_lib
 
 determinism.configure()
 
-DEFAULT_SHAPES = {"cpu": (2, 12, 32, 256)}
+DEFAULT_SHAPES = {"cpu": (2, 10, 32, 256)}
 ONE_SHAPE = (64,)
 """Of platforms on which the bits of XLA's own products depend on the width: all steps are of this one."""
 DEFAULT_ROWS = 16

@@ -29,7 +29,7 @@ DTYPES = ("bfloat16", "float32")
 FEWEST_LANES, MOST_LANES = 2, 1 << 14
 """Of a step. A product with one row has another order of additions than all others."""
 
-_HEAD_LANES = (2, 4, 8, 12, 16, 32)
+_HEAD_LANES = (2, 4, 8, 10, 16, 32)
 _CANONICAL_LANES = 16  # Of the step whose text is the fingerprint of all.
 _FIXED_COST_LANES = 24  # Reading the weights costs as much as the arithmetic of about this many lanes.
 
@@ -80,7 +80,7 @@ def plan_shapes(shapes: Sequence[int]) -> tuple[int, ...]:
     Raises:
       ConfigError: none, not in rising order, or one below 2 or above 16,384.
     """
-    wanted = f"wanted widths in rising order, each {FEWEST_LANES} to {MOST_LANES}, such as (2, 12, 32, 256)"
+    wanted = f"wanted widths in rising order, each {FEWEST_LANES} to {MOST_LANES}, such as (2, 10, 32, 256)"
     if type(shapes) not in (tuple, list) or not shapes or any(type(width) is not int for width in shapes):
         raise errors.ConfigError(f"shapes: got {errors.shown(shapes)}, {wanted}")
     if list(shapes) != sorted(set(shapes)) or shapes[0] < FEWEST_LANES or shapes[-1] > MOST_LANES:

@@ -263,8 +263,8 @@ def test_settings_that_make_no_sense_are_refused_by_name(tmp_path, capsys, field
 
 def test_the_configuration_for_the_270m_is_complete():
     settings = harness.read_settings(measurement.Settings, bench_270m.get_config())
-    assert (settings.shapes, settings.block) == ((), engine.DEFAULT_KV_BLOCK)
-    assert {((10,), 128), ((256,), 128), (None, 64)} < set(settings.curve_shapes)
+    assert (settings.shapes, settings.block) == (engine.DEFAULT_SHAPES["cpu"], engine.DEFAULT_KV_BLOCK)
+    assert {((10,), 128), ((256,), 128), (settings.shapes, 64)} < set(settings.curve_shapes)
 
 
 def test_a_missing_peer_says_how_to_get_it(tmp_path):
