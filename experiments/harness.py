@@ -27,6 +27,7 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from experiments import endings
 from experiments import scratch as scratch_lib
 import kvgraft_jax as kg
 from kvgraft_jax import errors, paths, progress
@@ -40,7 +41,6 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "ml_dtypes")
 _LISTS = ("checks", "tries", "rows")
 _OWN_FIGURES = ("checks_held", "checks_failed", "pin_id", "seconds")
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _GROUPS = ("inputs", "outputs", "config", "environment")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _SHORT_HASH = 16
@@ -91,14 +91,6 @@ class Experiment:
     run: Callable[[Any, kg.Model, pathlib.Path], Findings]
 
 
-class _Ended(BaseException):
-    """A signal that asks the process to end, raised so that everything opened is closed on the way out."""
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.signal = signal.Signals(number)
-
-
 def main(experiment: Experiment) -> None:
     """Runs an experiment as the command line asks and exits."""
     config = config_flags.DEFINE_config_file("config", help_string="configs/FILE.py; --config.FIELD=VALUE overrides")
@@ -113,9 +105,7 @@ def start(name: str, run: Callable[[], int]) -> None:
 
     def main(_: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)
-        for number in _ENDING:
-            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP.
-                signal.signal(number, _end)
+        endings.raise_signals()
         return guard(name, run)
 
     app.run(main, flags_parser=functools.partial(_parse, name))
@@ -134,7 +124,7 @@ def guard(name: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         progress.say(f"{name}: interrupted")
         return INTERRUPTED
-    except _Ended as error:
+    except endings.Ended as error:
         progress.say(f"{name}: ended by {error.signal.name}")
         return 128 + error.signal
     except Exception:
@@ -265,12 +255,6 @@ def write_text(path: pathlib.Path, text: str) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
-
-
-def _end(number: int, _: Any) -> None:
-    for ending in _ENDING:
-        signal.signal(ending, signal.SIG_IGN)  # A second one must not break off the cleaning.
-    raise _Ended(number)
 
 
 def _parse(name: str, argv: list[str]) -> list[str]:

@@ -76,6 +76,32 @@ def test_scratch_files_of_a_living_run_stay(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+IN_A_CALLBACK = """
+import gc, os, pathlib, sys, time
+from experiments import harness, scratch
+
+number, parent = int(sys.argv.pop()), pathlib.Path(sys.argv.pop())
+
+def run():
+    with scratch.folder(parent):
+        gc.callbacks.append(lambda *_: gc.callbacks.clear() or os.kill(os.getpid(), number))
+        gc.collect()
+        time.sleep(60)
+    return 0
+
+harness.start("run", run)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_that_comes_in_a_callback_of_the_garbage_collector_is_not_lost(tmp_path, number, code):
+    command = [sys.executable, "-c", IN_A_CALLBACK, str(tmp_path), str(int(number))]
+    process = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=50)
+    assert process.returncode == code, process.stderr
+    assert "ignored" not in process.stderr
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.weights
 def test_a_signal_leaves_nothing_of_the_demo(tmp_path):
     process = start("demo", TMPDIR=str(tmp_path))
