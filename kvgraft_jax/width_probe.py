@@ -164,7 +164,7 @@ def _operations(model: config_lib.GemmaConfig, dtype: str, kv_block: int, column
         if parameter.summed:
             yield _product_of(parameter, dtype, columns)
     N, D = model.num_heads, model.embed_dim
-    squares = {(D,)}
+    squares, activated = {(D,)}, {model.feedforward_dim(layer) for layer in range(model.num_layers)}
     for kind in model.kinds:
         K, H = kind.attention.num_kv_heads, kind.attention.head_dim
         G, S = N // K, kv_block
@@ -180,10 +180,10 @@ def _operations(model: config_lib.GemmaConfig, dtype: str, kv_block: int, column
     for shape in sorted(squares):
         yield _elementwise("sum of squares", _sum_of_squares, shape)
     if model.experts is not None:
-        yield _elementwise("exponential", products.exp, (model.experts.num_experts,))
-        for length in (model.experts.num_experts, model.experts.top_k):
-            yield _elementwise("sum", products.row_sum, (length,))
-    for length in sorted({model.feedforward_dim(layer) for layer in range(model.num_layers)}):
+        yield _elementwise("softmax", products.softmax, (model.experts.num_experts,))
+        yield _elementwise("sum", products.row_sum, (model.experts.top_k,))
+        activated.add(model.experts.hidden_dim)
+    for length in sorted(activated):
         yield _elementwise("activation", layers.gelu, (length,))
 
 

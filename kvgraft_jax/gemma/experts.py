@@ -34,14 +34,12 @@ class Router(nn.Module):
         z_TxD = layers.RMSNorm(self.eps, has_weight=False)(x_TxD) * scale_D[None]
         z_TxD = layers.scale_by(z_TxD, embed_dim**-0.5)
         logits_TxE = layers.Linear((embed_dim, num_experts), name="proj")(z_TxD)
-        logits_TxE = logits_TxE.astype(jnp.float32)
-        exp_TxE = products.exp(logits_TxE - jnp.max(logits_TxE, axis=-1, keepdims=True))
-        p_TxE = exp_TxE / products.row_sum(exp_TxE)[..., None]
+        p_TxE = products.softmax(logits_TxE.astype(jnp.float32))
         top_TxC, chosen_TxC = lax.top_k(p_TxE, self.config.top_k)
-        top_TxC = top_TxC / products.row_sum(top_TxC)[..., None]
+        top_TxC = top_TxC / products.row_sum(top_TxC)[..., None] * expert_scale_E.astype(jnp.float32)[chosen_TxC]
         is_chosen_TxCxE = chosen_TxC[..., None] == jnp.arange(num_experts)[None, None]
-        weight_TxE = jnp.max(jnp.where(is_chosen_TxCxE, top_TxC[..., None], 0.0), axis=1)  # Each is chosen once.
-        return jnp.any(is_chosen_TxCxE, axis=1), weight_TxE * expert_scale_E.astype(jnp.float32)[None]
+        weight_TxE = jnp.sum(jnp.where(is_chosen_TxCxE, top_TxC[..., None], 0.0), axis=1)  # Each is chosen once.
+        return jnp.any(is_chosen_TxCxE, axis=1), weight_TxE
 
 
 class Experts(nn.Module):
@@ -77,11 +75,15 @@ class Experts(nn.Module):
         is_used_E = jnp.any(is_chosen_TxE & is_live_T[:, None], axis=0)
         (used_E,) = jnp.nonzero(is_used_E, size=num_experts, fill_value=0)
 
-        def add_expert(index, out_TxD):
-            expert = used_E[index]
+        def add_expert(expert: jax.Array, out_TxD: jax.Array) -> jax.Array:
             gate_TxF, up_TxF = jnp.split(apply(x_TxD, gate_up, expert), 2, axis=1)
             y_TxD = apply(layers.gelu(gate_TxF) * up_TxF, down, expert)
             part_TxD = (y_TxD.astype(jnp.float32) * weight_TxE[:, expert][:, None]).astype(dtype)
             return jnp.where(is_chosen_TxE[:, expert][:, None], out_TxD + part_TxD, out_TxD)
 
-        return lax.fori_loop(0, jnp.sum(is_used_E), add_expert, jnp.zeros_like(x_TxD))
+        def add_used(index: jax.Array, out_TxD: jax.Array) -> jax.Array:
+            # The condition always holds. XLA moves nothing out of it, such as a conversion of the whole stack.
+            expert = used_E[index]
+            return lax.cond(is_used_E[expert], add_expert, lambda _, out_TxD: out_TxD, expert, out_TxD)
+
+        return lax.fori_loop(0, jnp.sum(is_used_E), add_used, jnp.zeros_like(x_TxD))

@@ -179,6 +179,14 @@ def test_an_exponential_does_not_depend_on_its_place(length):
     assert np.array_equal(alone, found[: len(alone)])
 
 
+@pytest.mark.parametrize("length", [3, 8, 48, 128, 640])
+def test_a_softmax_does_not_depend_on_the_other_rows(length):
+    row = numbers(0, length)
+    assert one_order(products.softmax, row, counts=(1, 2, 7, 16, 33, 64, 256))
+    found, p = np.asarray(jax.jit(products.softmax)(row)), np.exp(row.astype(float) - row.max())
+    np.testing.assert_allclose(found, p / p.sum(), rtol=1e-5, atol=1e-38)
+
+
 def test_chunks_add_up_and_none_is_longer_than_a_single_sum():
     longest = products.LONGEST
     rng = np.random.default_rng(0)
@@ -225,7 +233,12 @@ def mean_of_squares(x: jax.Array) -> jax.Array:
     return jnp.mean(jax.lax.square(x), axis=-1)
 
 
-@pytest.mark.parametrize("apply", [plain_sum, mean_of_squares])
+def softmax_with_plain_maximum(x: jax.Array) -> jax.Array:
+    exp_x = products.exp(x - jnp.max(x, axis=-1, keepdims=True))
+    return exp_x / products.row_sum(exp_x)[..., None]
+
+
+@pytest.mark.parametrize("apply", [plain_sum, mean_of_squares, softmax_with_plain_maximum])
 def test_the_comparison_sees_that_a_plain_sum_depends_on_the_rows(apply):
     for length in (640, 256, 1152, 128):
         if len(first_rows(apply, numbers(0, length), counts=(2, 3, 8, 33, 256))) > 1:
