@@ -70,6 +70,8 @@ RECORDS = (
     Record("cpu/graft_f32", "graft_exactness", "exactness_270m", {"dtype": "float32"}),
     Record("cpu/schedules_bf16", "schedule_invariance", "exactness_270m"),
     Record("cpu/schedules_f32", "schedule_invariance", "exactness_270m", {"dtype": "float32", "schedules": 50}),
+    Record("cpu/widths_bf16", "width_invariance", "exactness_270m"),
+    Record("cpu/widths_f32", "width_invariance", "exactness_270m", {"dtype": "float32"}),
     Record("cpu/batches_bf16", "batch_invariance", "exactness_270m"),
     Record("rotary/relocation", "relocation", "relocation_270m"),
     Record("rotary/emitted_keys", "emitted_keys", "emitted_keys_270m"),
