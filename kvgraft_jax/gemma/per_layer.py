@@ -6,7 +6,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from kvgraft_jax.gemma import layers
+from kvgraft_jax.gemma import layers, products
 
 
 class PerLayerEmbedder(nn.Module):
@@ -36,7 +36,7 @@ class PerLayerEmbedder(nn.Module):
         context_TxLxP = layers.scale_by(project(x_TxD), embed_dim**-0.5)
         context_TxLxP = layers.RMSNorm(self.eps, name="norm")(context_TxLxP)
         rows_TxLxP = layers.scale_rows(jnp.take(table_VxLxP, tokens_T, axis=0, mode="clip"))
-        return layers.scale_by(context_TxLxP + rows_TxLxP, 2**-0.5)
+        return layers.scale_by(products.add_rounded(context_TxLxP, rows_TxLxP), 2**-0.5)
 
 
 class PerLayerInput(nn.Module):

@@ -13,7 +13,7 @@ from kvgraft_jax.gemma import attention as attention_lib
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.gemma import experts as experts_lib
-from kvgraft_jax.gemma import layers
+from kvgraft_jax.gemma import layers, products
 from kvgraft_jax.gemma import per_layer as per_layer_lib
 from kvgraft_jax.gemma import rotary as rotary_lib
 
@@ -95,7 +95,7 @@ class Block(nn.Module):
             return dense_TxD
         is_chosen_TxE, weight_TxE = self.router(x_TxD)
         routed_TxD = self.experts(self.pre_experts_norm(x_TxD), is_chosen_TxE, weight_TxE, is_live_T)
-        return self.post_dense_norm(dense_TxD) + self.post_experts_norm(routed_TxD)
+        return products.add_rounded(self.post_dense_norm(dense_TxD), self.post_experts_norm(routed_TxD))
 
 
 @jax.tree_util.register_dataclass

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvgraft_jax import determinism
 from kvgraft_jax.gemma import attention, configurations, parameters, products
 
 ROWS = (1, 2, 3, 4, 7, 8, 10, 16, 31, 32, 33, 63, 64, 65, 128, 256)
@@ -185,6 +186,17 @@ def test_a_softmax_does_not_depend_on_the_other_rows(length):
     assert one_order(products.softmax, row, counts=(1, 2, 7, 16, 33, 64, 256))
     found, p = np.asarray(jax.jit(products.softmax)(row)), np.exp(row.astype(float) - row.max())
     np.testing.assert_allclose(found, p / p.sum(), rtol=1e-5, atol=1e-38)
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (8, 8), (33, 8), (256, 8), (33, 48), (7, 640)])
+def test_products_are_rounded_before_their_sum(shape):
+    a, b, c, d = (numbers(seed, *shape) for seed in range(4))
+    wanted = a * b + c * d  # NumPy rounds each product.
+    found = jax.jit(lambda a, b, c, d: products.add_rounded(a * b, c * d))(a, b, c, d)
+    np.testing.assert_array_equal(found, wanted)
+    plain = jax.jit(lambda a, b, c, d: a * b + c * d)(a, b, c, d)
+    if jax.default_backend() == "cpu" and "fma" in determinism.cpu_description()["instructions"]:
+        assert (np.asarray(plain) != wanted).any()  # Else the comparison above shows nothing.
 
 
 def test_chunks_add_up_and_none_is_longer_than_a_single_sum():
