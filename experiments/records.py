@@ -130,7 +130,10 @@ def main(names: Sequence[str]) -> int:
     for number, record in enumerate(wanted, 1):
         document = read(record)
         if document is not None and is_current(record, document):
-            progress.say(f"records {number} of {len(wanted)}: {record.folder} is of today's program")
+            state = "is of today's program" + ("" if document["holds"] else ", and its claim did not hold")
+            progress.say(f"records {number} of {len(wanted)}: {record.folder} {state}")
+            if not document["holds"]:
+                failed.append(record.folder)
             continue
         progress.say(f"records {number} of {len(wanted)}: {record.folder}: experiments.{record.experiment}")
         if make(record):

@@ -5,7 +5,7 @@ Importing this module sets the XLA flags that exactness needs, so import it befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 
@@ -145,10 +145,10 @@ class Engine:
 
         Raises:
           InputError: empty, or an id outside the vocabulary.
-          CapacityError: more tokens than slots; before any compute.
+          CapacityError, ResourceError: more tokens than slots, or than memory holds; before any compute.
         """
         determinism.check_options()
-        job = self._contexts.reading(None, token_ids)
+        job = self._contexts.reading(token_ids)
         ((_, state),) = self._run([job], progress=progress)
         if len(job.token_ids) > _TRIM_TOKENS:
             state.logits.block_until_ready()
@@ -177,7 +177,7 @@ class Engine:
         """
         determinism.check_options()
         items = plans.plan_list("token_ids", token_ids)
-        planned = plans.plan_each(items, lambda item: self._contexts.reading(None, item), on_error)
+        planned = plans.plan_each(items, self._contexts.reading, on_error)
         done = self._run(planned, many=True, progress=progress)
         return [one if isinstance(one, errors.KVGraftError) else one[1] for one in done]
 
@@ -186,10 +186,10 @@ class Engine:
 
         Raises:
           InputError: empty, an id outside the vocabulary, or a state of another engine.
-          CapacityError: more tokens than slots; before any compute.
+          CapacityError, ResourceError: as `prefill`.
         """
         determinism.check_options()
-        ((_, after),) = self._run([self._contexts.reading(state, token_ids)], progress=progress)
+        ((_, after),) = self._run([self._contexts.reading_after(state, token_ids)], progress=progress)
         return after
 
     def extend_many(
@@ -215,7 +215,7 @@ class Engine:
         """
         determinism.check_options()
         pairs = plans.plan_pairs(("states", states), ("token_ids", token_ids))
-        planned = plans.plan_each(pairs, lambda pair: self._contexts.reading(*pair), on_error)
+        planned = plans.plan_each(pairs, lambda pair: self._contexts.reading_after(*pair), on_error)
         done = self._run(planned, many=True, progress=progress)
         return [one if isinstance(one, errors.KVGraftError) else one[1] for one in done]
 
@@ -243,11 +243,12 @@ class Engine:
           The new tokens, a stop token not among them, and the context that has read them.
 
         Raises:
-          CapacityError: `max_new_tokens` do not fit; before any compute.
-          InputError: a number, state, sampling or stop tokens that cannot be used; before any compute.
+          CapacityError, ResourceError: `max_new_tokens` do not fit; before any compute.
+          InputError: a number, state, sampling, callback or stop tokens that cannot be used; before any compute.
           WeightsError: the model's logits are NaN.
         """
         determinism.check_options()
+        plans.plan_callback(on_token)
         job = self._contexts.decoding(state, max_new_tokens, stop_ids, sampling)
         told = None if on_token is None else lambda _, token_id, logits_V: on_token(token_id, logits_V)
         ((new_tokens, after),) = self._run([job], on_token=told)
@@ -283,11 +284,13 @@ class Engine:
 
         Raises:
           BatchError, ResourceError: as `prefill_many`.
-          InputError: a list of samplings of another length.
+          InputError: a list of samplings of another length, or a callback that cannot be called.
           WeightsError: the model's logits are NaN.
         """
         determinism.check_options()
+        plans.plan_callback(on_token)
         states = plans.plan_list("states", states)
+        stop_ids = list(stop_ids) if isinstance(stop_ids, Iterator) else stop_ids  # Every state reads it.
         samplings = plans.plan_samplings(sampling, len(states))
 
         def job(pair: tuple) -> batch_lib.Job:
@@ -304,10 +307,11 @@ class Engine:
         Exact: row t is bit-equal to the logits after a prefill of tokens 0..t, as long as all values are finite.
 
         Raises:
-          InputError, CapacityError: as `prefill`.
+          InputError, CapacityError, ResourceError: as `prefill`.
         """
         determinism.check_options()
-        job = self._contexts.reading(None, token_ids)
+        job = self._contexts.reading(token_ids)
+        self._contexts.check_memory([job], many=False)
         self._identity.check()
         cache = self.step_config.make_cache(self._contexts.num_blocks(False))
         return run_lib.score(self.runner, cache, job.token_ids, progress=progress)
@@ -372,6 +376,7 @@ class Engine:
 
         Raises:
           PinMismatch, CapacityError, IntegrityError, WindowError, InputError: as `graft`.
+          ResourceError: as `prefill`.
         """
         determinism.check_options()
         graft_lib.plan_graft(artifact, self.pin, self.step_config, self.capacity)

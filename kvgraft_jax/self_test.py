@@ -42,6 +42,9 @@ class Sizes:
     num_blocks: int
     num_rows: int
 
+    def __str__(self) -> str:
+        return f"{self.width} lanes, {self.num_rows} rows and {self.num_blocks} blocks"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Outcome:
@@ -71,9 +74,9 @@ def result(runner: run_lib.Runner, weights: str, sizes: Sizes) -> str:
         for other, sha256 in by_sizes.items():
             if found != sha256:
                 raise errors.DeterminismError(
-                    f"self-test of {runner.programs.config.model.name}: steps of {sizes.width} lanes leave other bits "
-                    f"than steps of {other.width} ({found[:16]} and {sha256[:16]}), so nothing here would be exact; "
-                    f"use one width, shapes=({sizes.width},), and report the processor and version of jaxlib"
+                    f"self-test of {runner.programs.config.model.name}: steps of {sizes} leave other bits than steps of "
+                    f"{other} ({found[:16]} and {sha256[:16]}), so nothing here would be exact; in a new process, use "
+                    f"one width, shapes=({sizes.width},), and report the processor and version of jaxlib"
                 )
         by_sizes[sizes] = found
         host_memory.trim()  # Compilation is over.

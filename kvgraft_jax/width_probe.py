@@ -153,8 +153,11 @@ def _code_digest() -> str:
 def _read(entry: object) -> Verdict | None:
     """Returns a remembered verdict; None for anything else."""
     match entry:
-        case {"agrees": True, "disagreement": None} | {"agrees": False, "disagreement": str()}:
-            return Verdict(**entry)
+        case {"agrees": True as agrees, "disagreement": None as words} | {
+            "agrees": False as agrees,
+            "disagreement": str() as words,
+        }:
+            return Verdict(agrees, words)
     return None
 
 

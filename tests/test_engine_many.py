@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from kvgraft_jax import device_memory, errors, self_test
 from kvgraft_jax.gemma import cache as cache_lib
 from kvgraft_jax.grafting import compare
+from kvgraft_jax.runtime import contexts as contexts_lib
 from kvgraft_jax.runtime import sampling as sampling_lib
 from kvgraft_jax.runtime import state as state_lib
 from kvgraft_jax.runtime import step as step_lib
@@ -197,6 +200,62 @@ def test_lists_that_do_not_fit_together_are_refused():
             call()
 
 
+@pytest.mark.parametrize("given", [{(1, 2), (3,)}, types.MappingProxyType({0: [1]}), np.array(3), list, b"ab"])
+def test_what_has_no_order_or_no_entries_is_no_list(given, no_step):
+    engine = tiny.engine()
+    for call in (engine.prefill_many, engine.generate_many, lambda given: engine.extend_many(given, [[1], [2]])):
+        with pytest.raises(errors.InputError, match="wanted a list with an entry for each sequence"):
+            call(given)
+
+
+def test_no_state_is_not_a_fresh_one(no_step):
+    engine = tiny.engine()
+    with pytest.raises(errors.InputError, match="state: .*None"):
+        engine.extend(None, [1, 2])
+    with pytest.raises(errors.BatchError, match="state: .*None"):
+        engine.extend_many([None], [[1, 2]])
+
+
+def test_stop_tokens_may_come_from_an_iterator_and_hold_for_every_state():
+    engine = tiny.engine()
+    state = engine.prefill(tiny.tokens(6))
+    stop_id = engine.generate(state, max_new_tokens=3, stop_ids=())[0][-1]
+    wanted = engine.generate(state, max_new_tokens=3, stop_ids=[stop_id])[0]
+    found = engine.generate_many([state] * 2, max_new_tokens=3, stop_ids=(each for each in [stop_id]))
+    assert [tokens for tokens, _ in found] == [wanted, wanted] and len(wanted) < 3
+    assert engine.generate(state, max_new_tokens=3, stop_ids={stop_id})[0] == wanted
+    for given in (b"\x05", "", {5: 1}, 5):
+        with pytest.raises(errors.InputError, match="stop_ids: "):
+            engine.generate(state, stop_ids=given)
+
+
+def test_a_callback_that_cannot_be_called_is_refused():
+    engine = tiny.engine()
+    state = engine.prefill([1])
+    for call in (lambda: engine.generate(state, on_token=5), lambda: engine.generate_many([state], on_token=5)):
+        with pytest.raises(errors.InputError, match="on_token: got 5, wanted a function, or None"):
+            call()
+    with pytest.raises(errors.InputError, match="sampling: got 0.5, wanted a Sampling, or a list with one for each"):
+        engine.generate_many([state], sampling=0.5)
+
+
+def test_prompts_are_read_in_the_order_in_which_they_came():
+    engine, steps = tiny.engine(), []
+    step = engine.runner.step
+
+    class Told(type(engine.runner)):
+        def step(self, cache, pieces, *rest, **others):
+            steps.append([piece.row for piece in pieces])
+            return step(cache, pieces, *rest, **others)
+
+    fields = {field.name: getattr(engine.runner, field.name) for field in dataclasses.fields(engine.runner)}
+    contexts = contexts_lib.Contexts(engine.model, Told(**fields), engine.capacity, engine.rows)
+    jobs = [contexts.reading(tiny.tokens(24, seed=seed)) for seed in range(3)]
+    found = [state for _, state in contexts.run(jobs, many=True, progress=False)]
+    assert steps == [[row] for row in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
+    assert hashes(found) == hashes([engine.prefill(job.token_ids) for job in jobs])
+
+
 class Stop(Exception):
     """Raised by a callback."""
 
@@ -279,7 +338,7 @@ def test_memory_of_everything_that_comes_out_is_checked_first(monkeypatch):
             call()
             patch.setattr(device_memory, "available", lambda _, needed=needed: needed - 1)
             patch.setattr(engine.runner.programs, "step", lambda *_: pytest.fail("a step ran"))
-            with pytest.raises(errors.ResourceError, match=f"needs {needed} bytes .* for the contexts of . sequence"):
+            with pytest.raises(errors.ResourceError, match=f"needs {needed} bytes .* for the context(s of . sequences|, .*shorter text)"):
                 call()
     fresh = tiny.engine.__wrapped__()
     whole = cache_lib.device_bytes(config.model, 1 + 3 * 10, tiny.KV_BLOCK, config.jnp_dtype)

@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import warnings
 
 import flax
 import jax
@@ -17,7 +18,7 @@ from kvgraft_jax import determinism, errors, width_probe
 from kvgraft_jax import engine as engine_lib
 from kvgraft_jax import pin as pin_lib
 from kvgraft_jax.checkpoints import assemble
-from kvgraft_jax.gemma import attention, parameters, rotary
+from kvgraft_jax.gemma import attention, parameters, products, rotary
 from kvgraft_jax.gemma import config as config_lib
 from kvgraft_jax.grafting import storage
 from kvgraft_jax.runtime import model as model_lib
@@ -182,6 +183,34 @@ def test_where_bits_depend_on_the_width_there_is_one_and_the_pin_names_it(artifa
         narrow.extend(middle.prefill([1]), [2])
 
 
+@pytest.mark.parametrize("width", [2, 33, 64])
+def test_the_one_width_has_one_set_of_bits_where_a_row_depends_on_how_many_there_are(width, monkeypatch):
+    def by_count(apply):
+        """Adds to a float32 result what depends on the number of rows, as another order of a sum would."""
+        return lambda a, *others: apply(a, *others) * np.float32(1 + a.shape[-2] * 2.0**-13)
+
+    monkeypatch.setattr(products, "product", by_count(products.product))
+    monkeypatch.setattr(products, "product_with_rows", by_count(products.product_with_rows))
+    monkeypatch.setattr(attention, "query_key", by_count(attention.query_key))
+    monkeypatch.setattr(attention, "weighted_values", by_count(attention.weighted_values))
+    monkeypatch.setattr(width_probe, "_check", width_probe._check.__wrapped__)
+    monkeypatch.setattr(step_lib, "programs", step_lib.Programs)  # Traced anew, with these products.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.KVGraftWarning)
+        engine = tiny.engine.__wrapped__("float32", shapes=(width,))
+    assert engine.step_config.width == width
+    text = tiny.tokens(45)
+    whole = engine.prefill(text)
+    cut = engine.extend(engine.extend(engine.prefill(text[:40]), text[40:41]), text[41:])
+    beside = engine.prefill_many([tiny.tokens(3), text, [7]])[1]
+    for state in (cut, beside):
+        assert engine.capture(state).state_digest == engine.capture(whole).state_digest
+    np.testing.assert_array_equal(engine.score(text)[-1], whole.logits)
+    tokens = engine.generate(whole, max_new_tokens=4, stop_ids=())
+    (again, _) = engine.generate_many([whole, engine.prefill([1])], max_new_tokens=4, stop_ids=())
+    assert again[0] == tokens[0] and engine.capture(again[1]).state_digest == engine.capture(tokens[1]).state_digest
+
+
 def test_shapes_rows_and_capacity_are_not_part_of_the_pin(artifact):
     assert tiny.engine.__wrapped__(shapes=(tiny.WIDTH,), rows=1, capacity=tiny.CAPACITY).pin == artifact.pin
     assert not {"width", "head_lanes", "shapes", "rows", "capacity"} & set(artifact.pin.document)
@@ -237,8 +266,9 @@ def test_xla_flags_are_named(tmp_path, artifact):
     )
     flag = "--xla_cpu_prefer_vector_width=128"
     assert run(code, str(tmp_path), artifact.artifact_id, flags=flag) == "xla_flags"
-    flag = tiny.NATIVE_CPU_FLAG
-    assert run(code, str(tmp_path), artifact.artifact_id, flags=flag) == "xla_flags"
+    # Where kernels for AMX are then used, bits depend on the width, so the engine has one and names that, too.
+    found = run(code, str(tmp_path), artifact.artifact_id, flags=tiny.NATIVE_CPU_FLAG)
+    assert found in ("xla_flags", "program.head program.step width xla_flags")
 
 
 def test_same_name_with_other_weights_is_a_miss(artifact):

@@ -91,3 +91,12 @@ def test_a_record_changes_only_when_the_new_one_is_whole(tmp_path, monkeypatch):
 def test_a_record_that_nobody_knows_is_refused():
     with pytest.raises(errors.ConfigError, match="got none/such, wanted some of cpu/graft_bf16"):
         records.main(["none/such"])
+
+
+def test_a_record_whose_claim_did_not_hold_fails_every_time(monkeypatch):
+    monkeypatch.setattr(records, "is_current", lambda *_: True)
+    folder = FOLDERS[0]
+    assert records.main([folder]) == harness.HOLDS
+    document = json.loads((records.RESULTS / folder / harness.RESULT).read_text())
+    monkeypatch.setattr(records, "read", lambda _: document | {"holds": False})
+    assert records.main([folder]) == harness.FAILS

@@ -71,6 +71,8 @@ def _compare(
     """Returns how many sequences were run, and how many of them differ in words."""
     try:
         found = compute()
+    except errors.ResourceError:
+        raise  # Says nothing about bits.
     except errors.KVGraftError as error:
         return len(singly), f"refused: {error}"
     differing = sum(outcome.difference(singly[number]) is not None for number, outcome in found.items())

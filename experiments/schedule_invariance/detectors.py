@@ -166,6 +166,8 @@ def run(
             continue
         try:
             outcome = attempt.compute()
+        except errors.ResourceError:
+            raise  # Says nothing about bits.
         except errors.KVGraftError as error:
             outcome = schedules.refused(error)
         against = reference if attempt.against is None else attempt.against()

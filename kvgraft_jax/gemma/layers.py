@@ -1,6 +1,6 @@
 """The pieces every block is made of: linear layers, scaling, RMSNorm, embedding and feed-forward layer.
 
-Flax initialises every parameter with zeros: weights come from a checkpoint, or from `weights.random_init`.
+Flax initialises every parameter with zeros: weights come from a checkpoint, or from `checkpoints.random`.
 """
 
 from __future__ import annotations

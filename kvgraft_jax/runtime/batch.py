@@ -162,7 +162,7 @@ class _Batch:
         """Runs one step; returns how many tokens it read."""
         self._num_steps += 1
         width = step_lib.choose_width(self._runner.shapes, sum(len(sequence.pending) for sequence in self._active))
-        order = sorted(self._active, key=lambda sequence: (len(sequence.pending) > 1, sequence.served_at))
+        order = sorted(self._active, key=self._turn)
         served, pieces, room = [], [], width
         for sequence in order:
             tokens = tuple(sequence.pending[:room])
@@ -175,6 +175,11 @@ class _Batch:
         self._workspace.cache = result.cache
         self._read(served, pieces, result.hidden_TxD)
         return width - room
+
+    def _turn(self, sequence: _Sequence) -> tuple[bool, int]:
+        """Returns what puts single tokens first, of the sequence that has waited longest, then prompts as they came."""
+        many = len(sequence.pending) > 1
+        return many, sequence.number if many else sequence.served_at
 
     def _read(self, served: list[_Sequence], pieces: list[step_lib.Piece], hidden_TxD: jax.Array) -> None:
         """Moves the sequences on by what a step read; those that have read all get logits, and go on or end."""

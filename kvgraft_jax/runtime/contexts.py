@@ -39,15 +39,21 @@ class Contexts:
         """Returns the number of blocks of a workspace for one sequence or for many."""
         return self._config.num_blocks(self.capacity) * (min(self.num_rows, _SHARED_CAPACITIES) if many else 1)
 
-    def reading(self, state: state_lib.State | None, token_ids: Sequence[int]) -> batch_lib.Job:
-        """Plans what reads tokens after a state, or into a fresh context.
+    def reading(self, token_ids: Sequence[int]) -> batch_lib.Job:
+        """Plans what reads tokens into a fresh context; raises as `reading_after`."""
+        return self._reading(None, token_ids)
+
+    def reading_after(self, state: state_lib.State, token_ids: Sequence[int]) -> batch_lib.Job:
+        """Plans what reads tokens after a state.
 
         Raises:
           InputError: empty, an id outside the vocabulary, or a state of another engine.
           CapacityError: more tokens than slots.
         """
-        if state is not None:
-            self.check_state(state)
+        self.check_state(state)
+        return self._reading(state, token_ids)
+
+    def _reading(self, state: state_lib.State | None, token_ids: Sequence[int]) -> batch_lib.Job:
         planned = run_lib.plan_tokens(token_ids, self._model.config.vocab_size)
         run_lib.plan_capacity(state.length if state else 0, len(planned), self.capacity, "new")
         return batch_lib.Job(state, planned)
@@ -86,10 +92,9 @@ class Contexts:
         if not self._idle[many]:
             new += self.num_blocks(many)
         needed = cache_lib.device_bytes(config.model, new, config.kv_block, config.jnp_dtype, config.mesh)
-        purpose = f"the contexts of {len(jobs)} sequence(s)"
-        device_memory.check(
-            config.model.name, needed, sharding.devices(config.mesh), purpose, "fewer sequences at a time"
-        )
+        purpose = f"the contexts of {len(jobs)} sequences" if many else "the context"
+        remedy = "fewer sequences at a time" if many else "a smaller capacity, or a shorter text"
+        device_memory.check(config.model.name, needed, sharding.devices(config.mesh), purpose, remedy)
 
     def run(
         self,

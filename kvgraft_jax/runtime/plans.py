@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import dataclasses
 import functools
 from typing import Any, TypeVar
 import warnings
@@ -73,21 +74,41 @@ def plan_state(state: state_lib.State, step_config: step_lib.StepConfig, weights
     ours, theirs = (step_config, weights), (state.step_config, state.weights)
     for name, our, their in zip(("step_config", "weights"), ours, theirs, strict=True):
         if our != their:
+            field, our, their = _first_difference(name, our, their)
             raise errors.InputError(
-                f"state: its {name} is {their}, this engine's is {our}; states live in engines of one model and K/V "
+                f"state: its {field} is {their}, this engine's is {our}; states live in engines of one model and K/V "
                 "block, artifacts move between engines"
             )
 
 
-def plan_list(name: str, given: Sequence[_Item]) -> list[_Item]:
+def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
+    """Returns the name and both values of the first field, however deep, in which two unequal values differ."""
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        for field in dataclasses.fields(a):
+            pair = getattr(a, field.name), getattr(b, field.name)
+            if pair[0] != pair[1]:
+                return _first_difference(f"{name}.{field.name}", *pair)
+    return name, a, b
+
+
+def plan_callback(on_token: Any) -> None:
+    """Raises `InputError` for what is given as a callback and cannot be called."""
+    if on_token is not None and not callable(on_token):
+        raise errors.InputError(f"on_token: got {errors.shown(on_token)}, wanted a function, or None")
+
+
+def plan_list(name: str, given: Iterable[_Item], wanted: str = "a list with an entry for each sequence") -> list[_Item]:
     """Returns a caller's list as a list.
 
     Raises:
-      InputError: no sequence.
+      InputError: text, or nothing that has an order.
     """
-    if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__") or isinstance(given, dict):
-        raise errors.InputError(f"{name}: got {errors.shown(given)}, wanted a list with an entry for each sequence")
-    return list(given)
+    try:
+        if not isinstance(given, str | bytes | Set | Mapping):
+            return list(given)
+    except TypeError:  # Not iterable.
+        pass
+    raise errors.InputError(f"{name}: got {errors.shown(given)}, wanted {wanted}")
 
 
 def plan_pairs(first: tuple[str, Sequence], second: tuple[str, Sequence]) -> list[tuple]:
@@ -113,7 +134,7 @@ def plan_samplings(sampling: Any, count: int) -> list:
     """
     if sampling is None or isinstance(sampling, sampling_lib.Sampling):
         return [sampling] * count
-    samplings = plan_list("sampling", sampling)
+    samplings = plan_list("sampling", sampling, "a Sampling, or a list with one for each state")
     if len(samplings) != count:
         raise errors.InputError(f"sampling: got {len(samplings)} of them, wanted one, or {count}, one for each state")
     return samplings
@@ -143,7 +164,7 @@ def plan_each(
       InputError: another `on_error`.
       BatchError: names every item that cannot be planned.
     """
-    if on_error not in (RAISE, RETURN):
+    if not isinstance(on_error, str) or on_error not in (RAISE, RETURN):
         raise errors.InputError(f"on_error: got {errors.shown(on_error)}, wanted {RAISE!r} or {RETURN!r}")
     planned: list[batch_lib.Job | errors.KVGraftError] = []
     for item in items:

@@ -67,14 +67,17 @@ class Runner:
         if self.prepare is not None:
             self.prepare(self, width, cache.num_blocks, len(table))
         config = self.programs.config
-        lanes = step_lib.lay_out(pieces, table, width, config.kv_block, idle_tokens=idle_tokens)
+        one_width = config.width is not None
+        lanes = step_lib.lay_out(
+            pieces, table, width, config.kv_block, idle_tokens=idle_tokens, one_width=one_width
+        )
         # Put on the device by name, so that it works where jax was told to refuse transfers that are not.
         return self.programs.step(self.params, self.tables, cache, jax.device_put(lanes, self.place))
 
     def heads(self, hidden_TxD: jax.Array, lanes: Sequence[int]) -> list[jax.Array]:
         """Computes the logits of lanes of a step: float32 [V] each."""
         found = []
-        for lanes_B in step_lib.head_lanes(lanes):
+        for lanes_B in step_lib.head_lanes(lanes, self.programs.config.head_sizes):
             found += self.programs.head(self.params, hidden_TxD, jax.device_put(lanes_B, self.place))
         return found[: len(lanes)]  # Only the last call has lanes to spare.
 
@@ -82,8 +85,8 @@ class Runner:
         """Compiles the head for every number of lanes up to `most` of a step of `width`, by computing some logits."""
         config = self.programs.config
         hidden_TxD = jax.device_put(np.zeros((width, config.model.embed_dim), config.jnp_dtype), self.place)
-        counts = range(1, min(width, most) + 1)
-        for size in sorted({len(lanes_B) for count in counts for lanes_B in step_lib.head_lanes(range(count))}):
+        counts, sizes = range(1, min(width, most) + 1), config.head_sizes
+        for size in sorted({len(lanes_B) for count in counts for lanes_B in step_lib.head_lanes(range(count), sizes)}):
             jax.block_until_ready(self.heads(hidden_TxD, [0] * size))
 
 
@@ -120,11 +123,9 @@ def plan_stops(stop_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     Raises:
       InputError: no iterable of integers, or an id outside 0..V-1.
     """
-    try:
-        planned = tuple(stop_ids)
-    except TypeError:
-        raise errors.InputError(f"stop_ids: got {errors.shown(stop_ids)}, wanted a list of int, or None") from None
-    return token_ids_lib.check(planned, vocab_size, name="stop_ids")
+    if isinstance(stop_ids, set | frozenset):  # Their order does not matter.
+        stop_ids = sorted(stop_ids, key=repr)
+    return token_ids_lib.check(stop_ids, vocab_size, name="stop_ids")
 
 
 def plan_capacity(held: int, wanted: int, capacity: int, what: str) -> None:

@@ -192,7 +192,7 @@ def _fixed_draws(vocab_size: int, _: Hashable) -> tuple[int, ...]:
 def _allowed(vocab_size: int, suppress_ids: tuple[int, ...], num_pieces: int | None) -> np.ndarray:
     """Returns bool [V]: which tokens may be drawn."""
     is_allowed_V = np.arange(vocab_size) < (vocab_size if num_pieces is None else num_pieces)
-    is_allowed_V[list(suppress_ids)] = False
+    is_allowed_V[[token_id for token_id in suppress_ids if token_id < vocab_size]] = False
     is_allowed_V.flags.writeable = False
     return is_allowed_V
 

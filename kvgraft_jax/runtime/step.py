@@ -69,6 +69,11 @@ class StepConfig:
         return cache_lib.make_cache(self.model, num_blocks, self.kv_block, self.jnp_dtype, self.mesh)
 
     @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Returns the numbers of lanes for which the head is compiled: one where bits depend on it."""
+        return _HEAD_LANES if self.width is None else _HEAD_LANES[-1:]
+
+    @property
     def jnp_dtype(self) -> jnp.dtype:
         """Returns the dtype as an object."""
         return jnp.dtype(self.dtype)
@@ -80,7 +85,7 @@ def plan_shapes(shapes: Sequence[int]) -> tuple[int, ...]:
     Raises:
       ConfigError: none, not in rising order, or one below 2 or above 16,384.
     """
-    wanted = f"wanted widths in rising order, each {FEWEST_LANES} to {MOST_LANES}, such as (2, 10, 32, 256)"
+    wanted = f"wanted a tuple or list of int, widths in rising order, each {FEWEST_LANES} to {MOST_LANES}, such as (2, 10, 32, 256)"
     if type(shapes) not in (tuple, list) or not shapes or any(type(width) is not int for width in shapes):
         raise errors.ConfigError(f"shapes: got {errors.shown(shapes)}, {wanted}")
     if list(shapes) != sorted(set(shapes)) or shapes[0] < FEWEST_LANES or shapes[-1] > MOST_LANES:
@@ -210,7 +215,7 @@ class Programs:
         place, width = sharding_lib.whole(mesh), config.width or _CANONICAL_LANES
         lanes = jax.tree.map(lambda given: _abstract(given.shape, given.dtype, place), lay_out((), ((0,),), width, 1))
         hidden_TxD = _abstract((width, config.model.embed_dim), dtype, place)
-        lanes_B = _abstract((_HEAD_LANES[0],), jnp.int32, place)
+        lanes_B = _abstract((config.head_sizes[0],), jnp.int32, place)
         return {
             "step": text_digest(jax.jit(self.step).lower(params, tables, cache, lanes)),
             "head": text_digest(self.head.lower(params, hidden_TxD, lanes_B)),
@@ -233,7 +238,7 @@ def jit_layers(config: StepConfig, run: Callable) -> list[Callable]:
 
 @functools.lru_cache(maxsize=16)
 def programs(config: StepConfig) -> Programs:
-    """Returns the step and head of `config`, compiled at most once per process and capacity."""
+    """Returns the programs of `config`, each compiled at most once per process, width and size of cache."""
     return Programs(config)
 
 
@@ -296,6 +301,7 @@ def lay_out(
     kv_block: int,
     *,
     idle_tokens: Sequence[int] = (),
+    one_width: bool = False,
 ) -> cache_lib.Lanes:
     """Lays pieces out in the lanes of a step, one after the other: what the program reads, on the host.
 
@@ -305,6 +311,8 @@ def lay_out(
       width: lanes of the step.
       kv_block: slots of a block.
       idle_tokens: what the idle lanes hold, instead of zeros.
+      one_width: where bits depend on the number of lanes, so that a lane attends in one company only: with all lanes
+        of the step or, in a step of few lanes, by itself.
     """
     tokens_T, positions_T, rows_T, live_T, singles_T = (np.zeros(width, np.int32) for _ in range(5))
     writes_Tx4, pieces_Tx2 = np.zeros((width, 4), np.int32), np.zeros((width, 2), np.int32)
@@ -314,7 +322,7 @@ def lay_out(
         lanes = slice(lane, lane + count)
         tokens_T[lanes], rows_T[lanes], live_T[lanes] = piece.tokens, piece.row, 1
         positions_T[lanes] = np.arange(piece.start, piece.start + count)
-        if count == 1 or width < cache_lib.FEWEST_FOR_PIECES:
+        if width < cache_lib.FEWEST_FOR_PIECES or (count == 1 and not one_width):
             singles_T[num_singles : num_singles + count] = range(lane, lane + count)
             num_singles += count
         else:
@@ -344,9 +352,9 @@ def cut(token_ids: Sequence[int], start: int, shapes: Sequence[int]) -> Iterator
         done += width
 
 
-def head_lanes(lanes: Sequence[int]) -> Iterator[np.ndarray]:
+def head_lanes(lanes: Sequence[int], sizes: Sequence[int] = _HEAD_LANES) -> Iterator[np.ndarray]:
     """Cuts lanes into calls of the head, each of a number of lanes that has a program; the last is repeated to fill."""
-    for first in range(0, len(lanes), _HEAD_LANES[-1]):
-        some = list(lanes[first : first + _HEAD_LANES[-1]])
-        size = next(size for size in _HEAD_LANES if size >= len(some))
+    for first in range(0, len(lanes), sizes[-1]):
+        some = list(lanes[first : first + sizes[-1]])
+        size = next(size for size in sizes if size >= len(some))
         yield np.array(some + some[-1:] * (size - len(some)), np.int32)
