@@ -74,8 +74,8 @@ def result(runner: run_lib.Runner, weights: str, sizes: Sizes) -> str:
         for other, sha256 in by_sizes.items():
             if found != sha256:
                 raise errors.DeterminismError(
-                    f"self-test of {runner.programs.config.model.name}: steps of {sizes} leave other bits than steps of "
-                    f"{other} ({found[:16]} and {sha256[:16]}), so nothing here would be exact; in a new process, use "
+                    f"self-test of {runner.programs.config.model.name}: steps of {sizes} leave other bits than steps "
+                    f"of {other} ({found[:16]} and {sha256[:16]}), so nothing here would be exact; in a new process, use "
                     f"one width, shapes=({sizes.width},), and report the processor and version of jaxlib"
                 )
         by_sizes[sizes] = found

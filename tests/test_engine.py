@@ -209,7 +209,7 @@ def test_a_state_of_another_engine_is_refused():
             lambda s, e=engine: e.generate_many([s]),
         )
         for call in calls:
-            with pytest.raises(errors.InputError, match=r"state: its step_config\.\w+ is .* of one model and K/V block"):
+            with pytest.raises(errors.InputError, match=r"its step_config\.\w+ is .* of one model and K/V block"):
                 call(state)
 
 

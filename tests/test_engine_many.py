@@ -338,7 +338,8 @@ def test_memory_of_everything_that_comes_out_is_checked_first(monkeypatch):
             call()
             patch.setattr(device_memory, "available", lambda _, needed=needed: needed - 1)
             patch.setattr(engine.runner.programs, "step", lambda *_: pytest.fail("a step ran"))
-            with pytest.raises(errors.ResourceError, match=f"needs {needed} bytes .* for the context(s of . sequences|, .*shorter text)"):
+            told = f"needs {needed} bytes .* for the context(s of . sequence|, .*shorter text)"
+            with pytest.raises(errors.ResourceError, match=told):
                 call()
     fresh = tiny.engine.__wrapped__()
     whole = cache_lib.device_bytes(config.model, 1 + 3 * 10, tiny.KV_BLOCK, config.jnp_dtype)

@@ -85,7 +85,10 @@ def plan_shapes(shapes: Sequence[int]) -> tuple[int, ...]:
     Raises:
       ConfigError: none, not in rising order, or one below 2 or above 16,384.
     """
-    wanted = f"wanted a tuple or list of int, widths in rising order, each {FEWEST_LANES} to {MOST_LANES}, such as (2, 10, 32, 256)"
+    wanted = (
+        f"wanted a tuple or list of int, widths in rising order, each {FEWEST_LANES} to {MOST_LANES}, such as "
+        "(2, 10, 32, 256)"
+    )
     if type(shapes) not in (tuple, list) or not shapes or any(type(width) is not int for width in shapes):
         raise errors.ConfigError(f"shapes: got {errors.shown(shapes)}, {wanted}")
     if list(shapes) != sorted(set(shapes)) or shapes[0] < FEWEST_LANES or shapes[-1] > MOST_LANES:
