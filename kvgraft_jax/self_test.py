@@ -75,8 +75,8 @@ def result(runner: run_lib.Runner, weights: str, sizes: Sizes) -> str:
             if found != sha256:
                 raise errors.DeterminismError(
                     f"self-test of {runner.programs.config.model.name}: steps of {sizes} leave other bits than steps "
-                    f"of {other} ({found[:16]} and {sha256[:16]}), so nothing here would be exact; in a new process, use "
-                    f"one width, shapes=({sizes.width},), and report the processor and version of jaxlib"
+                    f"of {other} ({found[:16]} and {sha256[:16]}), so nothing here would be exact; use in a "
+                    f"new process one width, shapes=({sizes.width},), and report the processor and version of jaxlib"
                 )
         by_sizes[sizes] = found
         host_memory.trim()  # Compilation is over.

@@ -145,7 +145,7 @@ def test_widths_that_leave_other_bits_are_refused_before_a_result():
     engine = build(shapes=tiny.SHAPES)
     plant_step(engine, 5, lambda live_T: len(live_T) == tiny.WIDTH)
     assert engine.prefill([1]).length == 1  # A narrow step alone.
-    message = r"steps of 8 lanes, 1 rows .* than steps of 2 lanes, .* in a new process, use one width, shapes=\(8,\)"
+    message = r"steps of 8 lanes, 1 rows .* than steps of 2 lanes, .* use in a new process one width, shapes=\(8,\)"
     for call in (lambda: engine.prefill(tiny.tokens(9)), lambda: engine.warm_up()):
         with pytest.raises(errors.DeterminismError, match=message):
             call()

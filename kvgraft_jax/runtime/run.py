@@ -68,9 +68,7 @@ class Runner:
             self.prepare(self, width, cache.num_blocks, len(table))
         config = self.programs.config
         one_width = config.width is not None
-        lanes = step_lib.lay_out(
-            pieces, table, width, config.kv_block, idle_tokens=idle_tokens, one_width=one_width
-        )
+        lanes = step_lib.lay_out(pieces, table, width, config.kv_block, idle_tokens=idle_tokens, one_width=one_width)
         # Put on the device by name, so that it works where jax was told to refuse transfers that are not.
         return self.programs.step(self.params, self.tables, cache, jax.device_put(lanes, self.place))
 
