@@ -86,7 +86,7 @@ def plan_shapes(shapes: Sequence[int]) -> tuple[int, ...]:
       ConfigError: none, not in rising order, or one below 2 or above 16,384.
     """
     wanted = (
-        f"wanted a tuple or list of int, widths in rising order, each {FEWEST_LANES} to {MOST_LANES}, such as "
+        f"wanted widths in rising order, each {FEWEST_LANES} to {MOST_LANES}, in a tuple or list of int such as "
         "(2, 10, 32, 256)"
     )
     if type(shapes) not in (tuple, list) or not shapes or any(type(width) is not int for width in shapes):
