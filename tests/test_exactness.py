@@ -208,7 +208,7 @@ def test_garbage_and_idle_lanes_change_no_bit(dtype, monkeypatch):
         idle.append(width - sum(len(piece.tokens) for piece in pieces))
         return lay_out(pieces, table, width, kv_block, idle_tokens=rng.integers(-5, 600, idle[-1], dtype=np.int32))
 
-    monkeypatch.setattr(step_lib, "lay_out", lambda *given, idle_tokens: noisy(*given))
+    monkeypatch.setattr(step_lib, "lay_out", lambda *given, idle_tokens, one_width: noisy(*given))
     ((workspace,),) = [engine._contexts._idle[False]]
     for length in (W + 3, W + 4, W + 6):
         state = engine.prefill(token_ids[:length])
