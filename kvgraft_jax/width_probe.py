@@ -77,8 +77,10 @@ class _Operation:
         return sum(math.prod(shape) for shape in (self.row_shape, *self.others))
 
     def document(self) -> list[object]:
-        """Returns all but the function as plain JSON data; the name says which function it is."""
-        return [self.name, list(self.row_shape), [list(shape) for shape in self.others], self.dtype, self.axis]
+        """Returns the operation as plain JSON data, with its function by name."""
+        function = f"{self.apply.__module__}.{self.apply.__qualname__}"
+        others = [list(shape) for shape in self.others]
+        return [self.name, function, list(self.row_shape), others, self.dtype, self.axis]
 
 
 def settle(

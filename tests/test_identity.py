@@ -184,11 +184,12 @@ def test_where_bits_depend_on_the_width_there_is_one_and_the_pin_names_it(artifa
 
 
 @pytest.mark.parametrize("width", [2, 33, 64])
-def test_the_one_width_has_one_set_of_bits_where_a_row_depends_on_how_many_there_are(width, monkeypatch):
+def test_the_one_width_has_one_set_of_bits_where_a_row_depends_on_how_many_there_are(width, monkeypatch, tmp_path):
     def by_count(apply):
         """Adds to a float32 result what depends on the number of rows, as another order of a sum would."""
         return lambda a, *others: apply(a, *others) * np.float32(1 + a.shape[-2] * 2.0**-13)
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # Nobody else shall remember what is found here.
     monkeypatch.setattr(products, "product", by_count(products.product))
     monkeypatch.setattr(products, "product_with_rows", by_count(products.product_with_rows))
     monkeypatch.setattr(attention, "query_key", by_count(attention.query_key))

@@ -27,6 +27,13 @@ from tests import tiny
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+@pytest.fixture(autouse=True)
+def programs_of_its_own():
+    """Drops programs in which a test has planted something, so that no later test meets them."""
+    yield
+    step_lib.programs.cache_clear()
+
+
 def build(capacity: int = 64, shapes: tuple[int, ...] = (tiny.WIDTH,)) -> engine_lib.Engine:
     """Returns an engine of the small model with programs that no other test has run."""
     step_lib.programs.cache_clear()
