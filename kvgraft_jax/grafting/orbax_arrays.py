@@ -148,7 +148,8 @@ def _save_elsewhere(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> Non
                 process.stdin.write(json.dumps(described).encode() + b"\n")
                 for array in arrays.values():
                     process.stdin.write(digest.array_bytes(array))
-                process.stdin.close()
+                process.stdin.flush()
+                process.wait()  # The pipe stays open until then: at its end the process ends, too.
             said.seek(max(0, said.tell() - _LAST_WORDS))
             words = said.read().decode(errors="replace").strip()
     except (OSError, RuntimeError) as error:
@@ -215,12 +216,19 @@ def main() -> None:
         for name, array in arrays.items():
             if sys.stdin.buffer.readinto(digest.array_bytes(array)) != array.nbytes:
                 sys.exit(f"{name}: ends early")
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         _save_here(pathlib.Path(sys.argv[1]), arrays)
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not device_memory.is_want(error):
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(_EXIT_CODES[MemoryError if device_memory.is_want(error) else OSError])
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent has ended, so that it writes nothing into a directory that others sweep."""
+    sys.stdin.buffer.read(1)
+    os._exit(1)
 
 
 if __name__ == "__main__":

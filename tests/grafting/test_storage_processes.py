@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -20,16 +22,18 @@ def run(code, *arguments):
     return subprocess.Popen(command, cwd=pathlib.Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
 
 
-# Forks depositors before any thread exists, and kills each at a random moment of its deposits.
+# Forks depositors before any thread exists, and kills each at a random moment of its deposits. They import the package
+# themselves, so each one runs Orbax, as a process does that was not forked.
 KILLER = """
 import itertools, os, random, signal, sys, time
-from kvgraft_jax.grafting import storage
-from tests import entries
+from orbax.checkpoint import v1
 rng = random.Random(3)
 for round in range(int(sys.argv[2])):
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        from kvgraft_jax.grafting import storage
+        from tests import entries
         os.write(writing, b"x")
         for number in itertools.count(1000 * round):
             storage.save_artifact(entries.make_artifact(number), sys.argv[1])
@@ -46,7 +50,8 @@ def kill_depositors(directory, rounds):
     """Returns how many entries there are; each was loaded, and nothing else was left after the next deposit."""
     process = run(KILLER, directory, rounds)
     out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and int(out) <= 1, "each deposit sweeps what dead ones left"
+    assert process.returncode == 0
+    assert int(out) <= 1, "each deposit sweeps what dead ones left"
     ids = storage.list_artifacts(directory)
     for artifact_id in ids:
         assert storage.load_artifact(directory, artifact_id).artifact_id == artifact_id
@@ -57,8 +62,32 @@ def kill_depositors(directory, rounds):
 
 def test_a_killed_depositor_leaves_nothing_or_a_whole_entry(tmp_path):
     storage.save_artifact(entries.make_artifact(999_998), tmp_path)
-    kill_depositors(tmp_path, 12)
+    assert kill_depositors(tmp_path, 12) > 6
     assert storage.load_artifact(tmp_path, entries.make_artifact(999_998).artifact_id) == entries.make_artifact(999_998)
+
+
+FORKED = """
+import os, sys
+from kvgraft_jax.grafting import storage
+from tests import entries
+if not os.fork():
+    print(os.getpid(), flush=True)
+    storage.save_artifact(entries.make_artifact(), sys.argv[1])
+os.wait()
+"""
+
+
+def test_a_killed_forked_depositor_leaves_no_process_that_goes_on_writing(tmp_path):
+    process = run(FORKED, tmp_path)
+    forked = int(process.stdout.readline())
+    while not list(tmp_path.glob(f"{container._SCRATCH}*/save.log")):  # It runs Orbax in a process of its own.
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(forked, signal.SIGKILL)
+    process.communicate()
+    artifact_id = storage.save_artifact(entries.make_artifact(1), tmp_path)  # Sweeps, while Orbax is being imported.
+    time.sleep(6.0)
+    assert set(os.listdir(tmp_path)) == {artifact_id, ".lock"}
 
 
 def test_scratch_directories_of_the_living_are_kept_and_those_of_the_dead_swept(tmp_path):
