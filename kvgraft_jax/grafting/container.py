@@ -44,7 +44,7 @@ def writing(directory: pathlib.Path) -> Iterator[pathlib.Path]:
                 _remove_leftover(leftover)
             scratch = pathlib.Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=directory))
             stack.enter_context(_flock(_open(scratch)))
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        stack.callback(_remove, scratch)
         entry = scratch / "entry"
         entry.mkdir()
         yield entry
@@ -167,6 +167,15 @@ def foreign(path: pathlib.Path) -> str:
 
 def _digests(paths: list[pathlib.Path]) -> list[str]:
     return digest.in_parallel(digest.file_digest, paths)
+
+
+def _remove(scratch: pathlib.Path) -> None:
+    """Removes a scratch directory, into which threads of a save that failed may still be writing for a moment."""
+    deadline = time.monotonic() + _PATIENCE_S
+    shutil.rmtree(scratch, ignore_errors=True)
+    while scratch.exists() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _remove_leftover(leftover: pathlib.Path) -> None:

@@ -107,6 +107,15 @@ def save(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _save_here(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Saves in a thread of its own, so that an interrupt, which reaches the main thread, waits until Orbax has ended.
+
+    Orbax's own threads would go on writing, or wait for a signal that nobody sends any more.
+    """
+    with threads.ThreadPoolExecutor(1) as pool:
+        pool.submit(_run_orbax, path, arrays).result()
+
+
+def _run_orbax(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     try:
         with _settings():
             ocp.save(path, dict(arrays), checkpointable_name=STATE)
@@ -227,7 +236,7 @@ def main() -> None:
 
 def _end_with_parent() -> None:
     """Ends this process when its parent has ended, so that it writes nothing into a directory that others sweep."""
-    sys.stdin.buffer.read(1)
+    os.read(sys.stdin.fileno(), 1)  # Not through the buffer, whose lock Python needs at its end.
     os._exit(1)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,45 @@ storage.save_artifact(artifact, sys.argv[1])
     assert process.returncode == 0
     for artifact in (entries.make_artifact(1), entries.make_artifact(2, vocabulary=100_000)):
         assert storage.load_artifact(tmp_path, artifact.artifact_id) == artifact
+
+
+def test_what_threads_of_a_failed_save_still_write_is_removed_too(tmp_path, monkeypatch):
+    rmtree, tries = shutil.rmtree, []
+
+    def while_another_writes(path, ignore_errors):
+        """Leaves a file the first time, as if it had been written after its directory was listed."""
+        rmtree(path, ignore_errors=ignore_errors)
+        tries.append(path)
+        if len(tries) == 1:
+            (path / "entry").mkdir(parents=True)
+
+    monkeypatch.setattr(shutil, "rmtree", while_another_writes)
+    with container.writing(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == [".lock"] and len(tries) == 2
+
+
+INTERRUPTED = """
+import itertools, os, signal, sys, threading
+from kvgraft_jax.grafting import orbax_arrays, storage
+from tests import entries
+save = orbax_arrays.ocp.save
+def interrupted(*given, **more):
+    threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGINT)).start()
+    save(*given, **more)
+orbax_arrays.ocp.save = interrupted
+try:
+    for number in itertools.count(): storage.save_artifact(entries.make_artifact(number), sys.argv[1])
+except KeyboardInterrupt:
+    print(*os.listdir(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.02, 0.03])
+def test_an_interrupt_during_a_save_ends_the_process_and_leaves_nothing(tmp_path, delay_s):
+    process = run(INTERRUPTED, tmp_path, delay_s)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and set(out.split()) <= {".lock", entries.make_artifact(0).artifact_id}
 
 
 def test_another_user_may_lock_what_it_may_not_write(tmp_path):
