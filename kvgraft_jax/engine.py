@@ -5,7 +5,7 @@ Importing this module sets the XLA flags that exactness needs, so import it befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 
@@ -165,7 +165,7 @@ class Engine:
         Args:
           token_ids: the ids of each text.
           on_error: "raise" raises one error that names every text that cannot be read, before any compute; "return"
-            reads the others, and puts the error in the place of such a text.
+            reads the others, and the list that comes back holds an error instead of a context for such a text.
           progress: shows a bar on stderr.
 
         Returns:
@@ -176,7 +176,7 @@ class Engine:
           ResourceError: no memory for all contexts; before any compute.
         """
         determinism.check_options()
-        items = plans.plan_list("token_ids", token_ids)
+        items = plans.plan_texts(token_ids)
         planned = plans.plan_each(items, self._contexts.reading, on_error)
         done = self._run(planned, many=True, progress=progress)
         return [one if isinstance(one, errors.KVGraftError) else one[1] for one in done]
@@ -205,7 +205,7 @@ class Engine:
         Exact: bit-exact: each context is the one that `extend` gives.
 
         Args:
-          states: contexts, which stay as they are; one may stand there several times.
+          states: contexts, which stay as they are. The list may hold the same context several times.
           token_ids: what to read after each of them.
           on_error, progress: as for `prefill_many`.
 
@@ -248,8 +248,8 @@ class Engine:
           WeightsError: the model's logits are NaN.
         """
         determinism.check_options()
-        plans.plan_callback(on_token)
-        job = self._contexts.decoding(state, max_new_tokens, stop_ids, sampling)
+        plans.plan_callback(on_token, "token, logits_V")
+        job = self._contexts.decoding(state, self._contexts.ends(max_new_tokens, stop_ids), sampling)
         told = None if on_token is None else lambda _, token_id, logits_V: on_token(token_id, logits_V)
         ((new_tokens, after),) = self._run([job], on_token=told)
         return new_tokens, after
@@ -265,15 +265,16 @@ class Engine:
         on_error: str = plans.RAISE,
         progress: bool = False,
     ) -> list[tuple[list[int], state_lib.State] | errors.KVGraftError]:
-        """Decodes from several states, many at a time; a state that waits begins as soon as another has ended.
+        """Decodes from several states, up to `rows` of them at a time; the next one begins when another has ended.
 
-        An exception in the middle, from `on_token` or an interrupt, ends the call and its results are lost; states
-        that were given in are whole, as ever.
+        An exception from `on_token`, or an interrupt, ends the call, and its results are lost. The states that were
+        given stay whole.
 
         Exact: bit-exact: tokens and context are those that `generate` gives for each state by itself.
 
         Args:
-          states: contexts, which stay as they are; one may stand there several times.
+          states: contexts, which stay as they are. The list may hold the same context several times; give each of
+            those a seed of its own, or they draw the same tokens.
           max_new_tokens, stop_ids: as for `generate`, of every state.
           sampling: one for all, or a list with one for each state.
           on_token: called with the index of the state, the new token and the float32 [V] logits that follow it.
@@ -288,15 +289,11 @@ class Engine:
           WeightsError: the model's logits are NaN.
         """
         determinism.check_options()
-        plans.plan_callback(on_token)
+        plans.plan_callback(on_token, "index, token, logits_V")
         states = plans.plan_list("states", states)
-        stop_ids = list(stop_ids) if isinstance(stop_ids, Iterator) else stop_ids  # Every state reads it.
-        samplings = plans.plan_samplings(sampling, len(states))
-
-        def job(pair: tuple) -> batch_lib.Job:
-            return self._contexts.decoding(pair[0], max_new_tokens, stop_ids, pair[1])
-
-        planned = plans.plan_each(list(zip(states, samplings, strict=True)), job, on_error)
+        ends = self._contexts.ends(max_new_tokens, stop_ids)
+        pairs = list(zip(states, plans.plan_samplings(sampling, len(states)), strict=True))
+        planned = plans.plan_each(pairs, lambda pair: self._contexts.decoding(pair[0], ends, pair[1]), on_error)
         return self._run(planned, many=True, progress=progress, on_token=on_token)
 
     def score(self, token_ids: Sequence[int], *, progress: bool = False) -> np.ndarray:

@@ -25,7 +25,10 @@ def check(token_ids: Iterable[int], vocab_size: int, name: str = "token_ids") ->
       InputError: names the position of anything but an integer from 0 to V - 1; or got text, a set or the like.
     """
     if isinstance(token_ids, str | bytes):
-        raise errors.InputError(f"{name}: got text, wanted a list of int; encode it with model.tokenizer.encode(text)")
+        raise errors.InputError(
+            f"{name}: got text, wanted a list of int; encode it with model.tokenizer.encode(text), and "
+            "with bos=True at the start of a context"
+        )
     try:
         given = None if isinstance(token_ids, set | frozenset | Mapping) else tuple(token_ids)
     except TypeError:

@@ -136,14 +136,14 @@ def _job(bench: Bench, sequence: sequences_lib.Sequence) -> batch_lib.Job:
     state = bench.prefix if sequence.continues else None
     choose = plans.plan_choice(bench.engine.model, sequence.sampling)
     token_ids = sequence.first + sequence.second
-    return batch_lib.Job(state, token_ids, bench.new_tokens, choose, frozenset(bench.stop_ids))
+    return batch_lib.Job(state, token_ids, batch_lib.Ends(bench.new_tokens, frozenset(bench.stop_ids)), choose)
 
 
 def _poisoned_job(bench: Bench, sequence: sequences_lib.Sequence, nan: kg.State) -> batch_lib.Job:
     """Reads the sequence's tokens after rows of NaN; its logits are NaN, so it decodes what its position says."""
     vocab_size = bench.engine.model.config.vocab_size
     token_ids = sequence.first + sequence.second
-    return batch_lib.Job(nan, token_ids, bench.new_tokens, lambda _, position: position % vocab_size)
+    return batch_lib.Job(nan, token_ids, batch_lib.Ends(bench.new_tokens), lambda _, position: position % vocab_size)
 
 
 def _by_number(given: Sequence[sequences_lib.Sequence], states: Sequence[kg.State]) -> dict[int, kg.State]:

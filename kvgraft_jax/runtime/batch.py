@@ -20,6 +20,19 @@ from kvgraft_jax.runtime import step as step_lib
 from kvgraft_jax.runtime import workspace as workspace_lib
 
 
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """Where decoding ends.
+
+    Attributes:
+      max_new_tokens: the most tokens to decode.
+      stop_ids: decoding ends before any of these.
+    """
+
+    max_new_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
     """What one sequence is to do: read tokens after those of a context, then decode.
@@ -27,16 +40,14 @@ class Job:
     Attributes:
       state: the context; None for a fresh one, which then reads at least one token.
       token_ids: to read.
-      max_new_tokens: the most tokens to decode.
+      ends: where decoding ends, at once by default.
       choose: from logits and the position of the new token to its id; None without decoding.
-      stop_ids: decoding ends before any of these.
     """
 
     state: state_lib.State | None
     token_ids: tuple[int, ...] = ()
-    max_new_tokens: int = 0
+    ends: Ends = Ends()
     choose: Callable[[jax.Array, int], int] | None = None
-    stop_ids: frozenset[int] = frozenset()
 
     @property
     def start(self) -> int:
@@ -46,7 +57,7 @@ class Job:
     @property
     def most_tokens(self) -> int:
         """Returns the most tokens that the context holds in the end."""
-        return self.start + len(self.token_ids) + self.max_new_tokens
+        return self.start + len(self.token_ids) + self.ends.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,9 +91,9 @@ class _Sequence:
 
     def choose(self) -> bool:
         """Chooses the next token where one is due; returns whether the sequence has anything left to read."""
-        if not self.pending and len(self.new_tokens) < self.job.max_new_tokens:
+        if not self.pending and len(self.new_tokens) < self.job.ends.max_new_tokens:
             token_id = self.job.choose(self.logits_V, self.position)
-            if token_id not in self.job.stop_ids:
+            if token_id not in self.job.ends.stop_ids:
                 self.pending.append(token_id)
         return bool(self.pending)
 
@@ -135,7 +146,7 @@ class _Batch:
 
     def run(self, progress: bool) -> list[Done]:
         """Runs steps until every job is done."""
-        total = sum(len(sequence.job.token_ids) + sequence.job.max_new_tokens for sequence in self._waiting)
+        total = sum(len(sequence.job.token_ids) + sequence.job.ends.max_new_tokens for sequence in self._waiting)
         with progress_lib.bar(total, unit="tok", stays=False, is_shown=progress) as bar:
             while self._waiting or self._active:
                 self._admit()

@@ -58,28 +58,31 @@ class Contexts:
         run_lib.plan_capacity(state.length if state else 0, len(planned), self.capacity, "new")
         return batch_lib.Job(state, planned)
 
+    def ends(self, max_new_tokens: int, stop_ids: Sequence[int] | None) -> batch_lib.Ends:
+        """Plans where decoding ends.
+
+        Raises:
+          InputError: a number or stop tokens that cannot be used.
+        """
+        if type(max_new_tokens) is not int or max_new_tokens < 0:
+            raise errors.InputError(f"max_new_tokens: got {errors.shown(max_new_tokens)}, wanted an int, 0 or more")
+        stops = self._model.stop_ids
+        if stop_ids is not None:
+            stops = run_lib.plan_stops(stop_ids, self._model.config.vocab_size)
+        return batch_lib.Ends(max_new_tokens, frozenset(stops))
+
     def decoding(
-        self,
-        state: state_lib.State,
-        max_new_tokens: int,
-        stop_ids: Sequence[int] | None,
-        sampling: sampling_lib.Sampling | None,
+        self, state: state_lib.State, ends: batch_lib.Ends, sampling: sampling_lib.Sampling | None
     ) -> batch_lib.Job:
         """Plans what decodes after a state.
 
         Raises:
-          InputError: a number, state, sampling or stop tokens that cannot be used.
-          CapacityError: `max_new_tokens` do not fit.
+          InputError: a state or sampling that cannot be used.
+          CapacityError: the most tokens do not fit.
         """
-        if type(max_new_tokens) is not int or max_new_tokens < 0:
-            raise errors.InputError(f"max_new_tokens: got {errors.shown(max_new_tokens)}, wanted an int, 0 or more")
         self.check_state(state)
-        run_lib.plan_capacity(state.length, max_new_tokens, self.capacity, "to decode")
-        if stop_ids is None:
-            stops = self._model.stop_ids
-        else:
-            stops = run_lib.plan_stops(stop_ids, self._model.config.vocab_size)
-        return batch_lib.Job(state, (), max_new_tokens, plans.plan_choice(self._model, sampling), frozenset(stops))
+        run_lib.plan_capacity(state.length, ends.max_new_tokens, self.capacity, "to decode")
+        return batch_lib.Job(state, (), ends, plans.plan_choice(self._model, sampling))
 
     def check_state(self, state: state_lib.State) -> None:
         """Raises `InputError` unless a state was made by the same programs and weights."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 import dataclasses
 import functools
+import inspect
 from typing import Any, TypeVar
 import warnings
 
 import jax
+import numpy as np
 
 from kvgraft_jax import errors
 from kvgraft_jax.runtime import batch as batch_lib
@@ -68,7 +70,12 @@ def plan_shapes(shapes: Sequence[int] | None, width: int | None) -> tuple[int, .
 
 
 def plan_state(state: state_lib.State, step_config: step_lib.StepConfig, weights: str) -> None:
-    """Raises `InputError` unless a state was made by the same programs and weights."""
+    """Raises `InputError` unless a state was made by the same programs and weights.
+
+    What `on_error="return"` left in the place of a state is raised itself, since it says why there is none.
+    """
+    if isinstance(state, errors.KVGraftError):
+        raise state
     if not isinstance(state, state_lib.State):
         raise errors.InputError(f"state: {errors.mistaken(state, 'State')}")
     ours, theirs = (step_config, weights), (state.step_config, state.weights)
@@ -91,10 +98,19 @@ def _first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
     return name, a, b
 
 
-def plan_callback(on_token: Any) -> None:
-    """Raises `InputError` for what is given as a callback and cannot be called."""
-    if on_token is not None and not callable(on_token):
-        raise errors.InputError(f"on_token: got {errors.shown(on_token)}, wanted a function, or None")
+def plan_callback(on_token: Any, parameters: str) -> None:
+    """Raises `InputError` for what is given as a callback and cannot be called with the parameters that are named."""
+    if on_token is None:
+        return
+    wanted = f"wanted a function of ({parameters}), or None"
+    if not callable(on_token):
+        raise errors.InputError(f"on_token: got {errors.shown(on_token)}, {wanted}")
+    try:
+        inspect.signature(on_token).bind(*parameters.split(", "))
+    except TypeError as error:
+        raise errors.InputError(f"on_token: {error} in {errors.shown(on_token)}; {wanted}") from None
+    except ValueError:  # A function that tells no signature, as some in C do.
+        pass
 
 
 def plan_list(name: str, given: Iterable[_Item], wanted: str = "a list with an entry for each sequence") -> list[_Item]:
@@ -111,6 +127,20 @@ def plan_list(name: str, given: Iterable[_Item], wanted: str = "a list with an e
     raise errors.InputError(f"{name}: got {errors.shown(given)}, wanted {wanted}")
 
 
+def plan_texts(token_ids: Iterable[_Item]) -> list[_Item]:
+    """Returns a caller's list of token ids of each text.
+
+    Raises:
+      InputError: no list, or the ids of a single text.
+    """
+    texts = plan_list("token_ids", token_ids)
+    if texts and all(isinstance(text, int | np.integer) for text in texts):
+        raise errors.InputError(
+            f"token_ids: got {len(texts)} ids, wanted a list with the ids of each text; `prefill` reads a single text"
+        )
+    return texts
+
+
 def plan_pairs(first: tuple[str, Sequence], second: tuple[str, Sequence]) -> list[tuple]:
     """Returns the pairs of two lists, each given with its name.
 
@@ -120,8 +150,7 @@ def plan_pairs(first: tuple[str, Sequence], second: tuple[str, Sequence]) -> lis
     lists = [plan_list(*named) for named in (first, second)]
     if len(lists[0]) != len(lists[1]):
         raise errors.InputError(
-            f"{first[0]}, {second[0]}: got {len(lists[0])} and {len(lists[1])} entries, wanted as many of one as of "
-            "the other"
+            f"{first[0]}, {second[0]}: got {len(lists[0])} and {len(lists[1])} entries, wanted the same number of both"
         )
     return list(zip(*lists, strict=True))
 
