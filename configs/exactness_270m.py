@@ -20,7 +20,7 @@ plans 111, distinct_hashes 1, configurations_equal 10, both detectors true; sequ
 true.
 Time, measured on two cores: graft_exactness in bfloat16 517 s, in float32 783 s; schedule_invariance in bfloat16
 2,619 s for 200 schedules beside other work, in float32 832 s for 50; width_invariance in bfloat16 1,496 s, in float32
-2,174 s, both beside other work; batch_invariance in bfloat16 3,605 s.
+2,860 s, both beside other work; batch_invariance in bfloat16 3,605 s.
 """
 
 import ml_collections
